@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -117,7 +117,9 @@ def compile(
     if isinstance(mesh, str) and mesh == "auto":
         plans = plan(model, world_size=world_size, global_batch=global_batch, cluster=cluster, **given)  # type: ignore[arg-type]
         programs = (_compile(model, **{**given, **own, **one.options}) for one in plans if one.simulated)
-        return choose_fitting(programs, Cluster.load(own["cluster"]))
+        # The first that fits, else the first: plans are only estimates.
+        first, known = next(programs), Cluster.load(own["cluster"])
+        return next((one for one in chain((first,), programs) if one.simulate(known).fits), first)
     return _compile(model, mesh, num_microbatches=num_microbatches, **given, **own)
 
 
@@ -293,9 +295,3 @@ def fit_program(
             'smaller microbatch or recompute="full" hold less (see autoptd.plan)'
         )
     return found.positions, program
-
-
-def choose_fitting(programs: Iterator[CompiledProgram], cluster: Cluster) -> CompiledProgram:
-    """Return the first of `programs` that fits the `cluster`, else the first; plans are only estimates."""
-    first = next(programs)
-    return next((program for program in chain((first,), programs) if program.simulate(cluster).fits), first)

@@ -132,10 +132,8 @@ def _is_loss(nodes: Sequence[fx.Node]) -> bool:
 def _block(path: str) -> str:
     """Return the path up to its first number ("h.6" of "h.6.attn.c_attn"), or all of it."""
     parts = path.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return path
+    end = next((i for i, part in enumerate(parts, 1) if part.isdigit()), None)
+    return ".".join(parts[:end])
 
 
 def _short(block: str) -> str:

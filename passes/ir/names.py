@@ -53,10 +53,8 @@ def _copy_named(nodes: Iterable[fx.Node], find_name: Callable[[fx.Node, _Copies]
 
 def short_path(path: str, containers: tuple[str, ...]) -> str:
     """Return a module path as an identifier: "transformer.h.6.attn" -> "h6_attn"."""
-    for container in containers:
-        if path == container or path.startswith(container + "."):
-            path = path[len(container) + 1 :]
-            break
+    outer = next((container for container in containers if f"{path}.".startswith(f"{container}.")), None)
+    path = path if outer is None else path[len(outer) + 1 :]
     return _INDEX.sub(r"\1", re.sub(r"\W", "_", path))
 
 

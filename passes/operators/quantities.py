@@ -114,8 +114,7 @@ class Value:
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the tensor arguments, each once."""
-    sources = ((source, source.meta.get("val")) for source in node.all_input_nodes)
-    return [source for source, value in sources if isinstance(value, (torch.Tensor, tuple, list))]
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, tuple, list))]
 
 
 def differentiable_arguments(node: fx.Node) -> list[fx.Node]:

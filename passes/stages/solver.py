@@ -259,20 +259,17 @@ class _Search:
         shift = max(0, int(sequence.end.max()).bit_length() - PRECISION)
         self.exact = shift == 0
         start, end = sequence.start >> shift, -(-sequence.end >> shift)
-        self._minimize(start, end, -(-ceiling >> shift), bound >> shift)
-
-    def _minimize(self, start: Ints, end: Ints, ceiling: int, bound: int) -> None:
-        sequence, model = self.sequence, self.model
-        stages, ranks = sequence.num_stages, sequence.num_ranks
-        hinted = end[self.hint[1:]] - start[self.hint[:-1]]
-        ceiling = max(ceiling, int(hinted.max()))  # the hint stays a solution, whatever rounding did
+        model, stages, ranks = self.model, sequence.num_stages, sequence.num_ranks
+        hinted = end[hint[1:]] - start[hint[:-1]]
+        # The hint stays a solution, whatever rounding did.
+        ceiling = max(-(-ceiling >> shift), int(hinted.max()))
         cost = [self._at(end, k + 1) - self._at(start, k) for k in range(stages)]
         for k in range(stages):
             model.add(cost[k] <= min(ceiling, int(end[-1] - start[0]) + 2 * int((end - start).max())))
             if sequence.before[self.low[k + 1]] <= self.high[k]:
                 model.add(self.index[k] < self._at(sequence.before, k + 1))
         slowest = int(sequence.rank_sums(hinted).max())
-        bottleneck = model.new_int_var(min(bound, slowest), UNLIMITED >> PRECISION, "")
+        bottleneck = model.new_int_var(min(bound >> shift, slowest), UNLIMITED >> PRECISION, "")
         model.add_hint(bottleneck, slowest)
         for rank in range(ranks):
             model.add(sum(cost[rank::ranks]) <= bottleneck)

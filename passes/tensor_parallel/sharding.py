@@ -41,7 +41,9 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     tensor = program.mesh.tensor
     table = read_rules(rules)
     axis_map = find_axes(stage, tensor, table)
-    _check_used(table, axis_map.operators)
+    for name in (name for name in table if name not in axis_map.operators):
+        (near,) = difflib.get_close_matches(name, axis_map.operators, n=1, cutoff=0.0)
+        raise ValueError(f"rules= has {name!r}, which the model does not call; did you mean {near!r}?")
     replicated = replicated_heads(axis_map) if tensor > 1 else frozenset[fx.Node]()
     if replicated:
         axis_map = find_axes(stage, tensor, table, replicated)
@@ -63,14 +65,6 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     symbols = name_dimensions(program, axis_map, divided, localizer.named)
     named, log = tuple(name_rules(rules or {}).items()), (*program.log, entry, *notes)
     return replace(program, stages=(whole,), symbols=symbols, log=log, rules=named)
-
-
-def _check_used(rules: Mapping[str, Any], operators: set[str]) -> None:
-    """Raise ValueError for a user's rule of an operator that the model does not call."""
-    for name in rules:
-        if name not in operators:
-            near = difflib.get_close_matches(name, operators, n=1, cutoff=0.0)
-            raise ValueError(f"rules= has {name!r}, which the model does not call; did you mean {near[0]!r}?")
 
 
 def find_batch(inputs: tuple[Input, ...], axis_map: AxisMap) -> tuple[tuple[Input, ...], set[Axis]]:
