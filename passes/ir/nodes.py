@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.passes.ir.node_info import info
 from autoptd.runtime import kernels
@@ -94,7 +94,7 @@ def walk(
     nodes: Iterable[fx.Node], parts: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")
 ) -> Iterator[fx.Node]:
     """Yield `nodes`, their `parts`, theirs and so on, each once; by default all that `nodes` are computed from."""
-    pending = list(nodes)
+    pending = list(dict.fromkeys(nodes))
     seen = set(pending)
     while pending:
         node = pending.pop()
@@ -116,10 +116,9 @@ def aten_name(target: Any) -> str:
 
 def operator_name(target: Any) -> str:
     """Return the key of an operator's rules: "aten.linear", "kernels.dropout", "mylib.op"."""
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target.overloadpacket)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target)
+    packet = getattr(target, "overloadpacket", target)
+    if isinstance(packet, OpOverloadPacket):
+        return str(packet)
     name: str = target.__name__
     return f"kernels.{name}" if getattr(kernels, name, None) is target else f"{target.__module__}.{name}"
 
