@@ -265,9 +265,6 @@ class _Job:
         return result
 
 
-# In the memory of the devices
-
-
 def fit_program(
     find: Callable[[Sequence[int]], Found],
     finish: Callable[[Found], CompiledProgram],

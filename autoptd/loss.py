@@ -157,9 +157,7 @@ def read_loss(node: fx.Node) -> Loss | None:
     if not ours and node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
         return None
     target, ignored = node.args[2 if ours else 1], argument(node, 4, "ignore_index", -100)
-    mean = (
-        argument(node, 5, "reduction", "mean") == "mean" if ours else argument(node, 3, "reduction", 1) == 1
-    )
+    mean = argument(node, 5 if ours else 3, "reduction", "mean" if ours else 1) in ("mean", 1)
     weighted = not ours and argument(node, 2, "weight") is not None
     return Loss(target, ignored, mean, weighted) if isinstance(target, fx.Node) else None
 
