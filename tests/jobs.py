@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -112,6 +113,7 @@ def _work(function: Callable[[int], Any], rank: int, folder: Path) -> None:
     number = os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(number, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    gc.disable()  # a collection would copy every page that the rank shares with its parent
     torch.set_num_threads(1)
     code = 1
     try:

@@ -58,6 +58,15 @@ def run(folder: Path, *command: str, **more: str) -> str:
     return finished.stdout
 
 
+def run_module(rank: int, folder: Path, module: str, *arguments: str) -> str:
+    """What ``python -m module`` prints, in a forked rank, which need not import torch first."""
+    os.chdir(folder)
+    sys.argv = [module, *arguments]
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_module(module, run_name="__main__")
+    return printed.getvalue()
+
+
 def numbers(text: str) -> list[float]:
     """What the steps printed: losses and norms."""
     lines = [line for line in text.splitlines() if "loss" in line and "train_loss" not in line]
@@ -75,17 +84,10 @@ def test_pairs_are_few_lines_apart(name: str) -> None:
 
 
 def test_a_pair_trains_alike(folder: Path) -> None:
-    """As the slow test has it of all, in forked processes, which need not import torch first."""
-
-    def work(rank: int, module: str) -> str:
-        os.chdir(folder)
-        sys.argv = [module, "2"]
-        with redirect_stdout(io.StringIO()) as printed:
-            runpy.run_module(module, run_name="__main__")
-        return printed.getvalue()
-
-    before = numbers(*run_ranks(work, 1, "samples.scripts.nanogpt_before"))
-    after = numbers("".join(run_ranks(work, 4, "samples.scripts.nanogpt_after", timeout=120)))
+    """As the slow test has it of all, in forked processes."""
+    script = "samples.scripts.nanogpt"
+    before = numbers(*run_ranks(run_module, 1, folder, f"{script}_before", "2"))
+    after = numbers("".join(run_ranks(run_module, 4, folder, f"{script}_after", "2", timeout=120)))
     assert len(before) == 5
     assert after == pytest.approx(before, rel=1e-4)
 
@@ -121,13 +123,19 @@ def test_ranks_on_one_card_train_as_the_plain_model(
     sizes = ["--layers", "4", "--hidden", "128", "--heads", "4", "--length", "32", "--warm-up", "1"]
     sizes += ["--mesh", ",".join(map(str, mesh)), "--steps", str(STEPS)]
     parallel = run(folder, script, str(math.prod(mesh)), *sizes, MASTER_PORT=free_port())
-    plain = [sys.executable, "-m", "samples.train", "--plain", *sizes]
-    losses = numbers(run(folder, *plain))
+    plain = ["samples.train", "--plain", *sizes]
+    losses = numbers(
+        run(folder, sys.executable, "-m", *plain)
+        if device == "cuda"
+        else run_ranks(run_module, 1, folder, *plain)[0]
+    )
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
     assert numbers(parallel) == pytest.approx(losses, rel=1e-4)
     if device == "cuda":
-        assert numbers(run(folder, *plain, CUDA_VISIBLE_DEVICES="")) == pytest.approx(losses, rel=1e-3)
+        assert numbers(run(folder, sys.executable, "-m", *plain, CUDA_VISIBLE_DEVICES="")) == pytest.approx(
+            losses, rel=1e-3
+        )
 
 
 @pytest.mark.gpu

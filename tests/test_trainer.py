@@ -24,6 +24,7 @@ from tests.runtime.module.test_parallel import CPU
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+Trainer = transformers.Trainer  # imported here, by its name, else every forked rank would import it anew
 
 SIZES = GPTConfig(vocab_size=96, block_size=16, n_layer=2, n_head=2, n_embd=32)
 STEPS, ROWS, ACCUMULATED = 3, 4, 2
@@ -67,7 +68,7 @@ def train(
         train_sampling_strategy="sequential",
         **options,
     )
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
     if loader is not None:
         trainer.get_train_dataloader = lambda: loader
         trainer.get_eval_dataloader = lambda *_: loader
