@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, launch, lay_out, plan_rows
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, plan_rows
 
 
 def cross_entropy_statistics(logits: Tensor, own: int, trains: bool, results: tuple[Tensor, Tensor]) -> None:
@@ -30,7 +30,7 @@ def cross_entropy_rows_backward(
     columns = plan_rows(count, width)["COLUMNS"]
     largest, _, total, _ = rows.unbind()
     launch(
-        _differentiate, (count, triton.cdiv(width, columns)),
+        _differentiate, (count, divide_up(width, columns)),
         *lay_out(factor), logits, *lay_out(column, largest, total), result, own, width, logits.stride(0),
         COLUMNS=columns, num_warps=ROW_WARPS, enable_fp_fusion=True
     )  # fmt: skip

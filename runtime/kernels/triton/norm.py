@@ -23,7 +23,7 @@ from torch import Tensor
 
 from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, TILE, launch, lay_out
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, TILE, divide_up, launch, lay_out, round_up
 
 HELD = 8192  # columns that fit into a processor's registers beside their three sums
 STAGES = 3  # tiles of which one is computed, and the others are under way
@@ -45,10 +45,10 @@ def add_norm(
 ) -> None:
     width = x.shape[-1]
     rows = x.numel() // width
-    columns = triton.next_power_of_2(width)
+    columns = round_up(width)
     height = max(1, TILE // columns)
     launch(
-        _normalize, (triton.cdiv(rows, height),),
+        _normalize, (divide_up(rows, height),),
         *lay_out(x, bias, residual, weight, norm_bias), *_filled(results), rows, width, eps,
         **dropout_arguments(key, moment, p, x), WIDE=rows * width >= tiles.WIDE_FROM, ROWS=height, COLUMNS=columns,
         num_warps=min(32, max(ROW_WARPS, columns // 1024)), enable_fp_fusion=False
@@ -72,7 +72,7 @@ def add_norm_backward(
     rows = added.numel() // width
     tile = plan_backward(width, added.itemsize, means is not None, d_added is not None, added.device)
     processors, _ = _describe(added.device)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), processors)
+    programs = min(divide_up(rows, tile["ROWS"]), processors)
     of_sum, of_x, vectors = results
     apart = wanted[4] and not tile["HELD"]
     held = vectors[:-1] if apart else vectors
@@ -101,7 +101,7 @@ def plan_backward(width: int, item: int, centers: bool, adds: bool, device: torc
     the bytes of an element. A row too wide for the registers is not HELD there, beside the sums, but read again from
     the cache. Only STAGES, which change no sum, may depend on whether a gradient is added.
     """
-    extent = triton.next_power_of_2(width)
+    extent = round_up(width)
     blocks = 3 if extent > TILE and 4 * width <= 3 * extent else 1
     columns = extent // 4 if blocks == 3 else extent
     extent = blocks * columns

@@ -25,14 +25,14 @@ def rotary_embedding(
     order = sorted(range(tensors[0].dim() - 1), key=tensors[0].stride().__getitem__, reverse=True)
     tensors = [tensor.permute(*order, -1) for tensor in tensors]
     *sizes, width = tensors[0].shape
-    rows, pairs = x.numel() // width, triton.next_power_of_2(turned // 2)
-    height = min(max(1, TILE // pairs), triton.next_power_of_2(rows))
+    rows, pairs = x.numel() // width, tiles.round_up(turned // 2)
+    height = min(max(1, TILE // pairs), tiles.round_up(rows))
     strides = [tensor.stride() for tensor in tensors]
     extent = max(sum(n * step for n, step in zip((*sizes, width), each, strict=True)) for each in strides)
     tiles.launch(
-        _rotate, (triton.cdiv(rows, height),), *tensors, tuple(sizes), *strides, rows, width, turned,
+        _rotate, (tiles.divide_up(rows, height),), *tensors, tuple(sizes), *strides, rows, width, turned,
         INTERLEAVED=interleaved, BACKWARD=backward, ROWS=height, PAIRS=pairs,
-        REST=triton.next_power_of_2(width - turned) if turned < width else 0,
+        REST=tiles.round_up(width - turned) if turned < width else 0,
         WIDE=extent >= tiles.WIDE_FROM, enable_fp_fusion=True
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import launch, lay_out, plan_rows
+from autoptd.runtime.kernels.triton.tiles import divide_up, launch, lay_out, plan_rows
 
 
 def scaled_softmax(
@@ -74,7 +74,7 @@ def _launch(
     rows = x.numel() // width
     tile = plan_rows(rows, width)
     launch(
-        kernel, (triton.cdiv(rows, tile["ROWS"]),), *arguments, rows, length, width,
+        kernel, (divide_up(rows, tile["ROWS"]),), *arguments, rows, length, width,
         **dropout_arguments(key, moment, p, x), **constants, **tile,
         WHOLE=width <= tile["COLUMNS"], enable_fp_fusion=True
     )  # fmt: skip
