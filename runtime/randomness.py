@@ -47,8 +47,8 @@ class Randomness:
     """The state of the training that a dropout mask depends on, beside its operator and element.
 
     `sample` is the global index of the current microbatch's first row: data_rank * b * m + microbatch * b.
-    `call` counts the training steps and goes into checkpoints. `moment` holds seed, call and sample on the device for as
-    long as a microbatch is in flight; None: masks are of the numbers here.
+    `call` counts the training steps and goes into checkpoints. `moment` holds seed, call and sample on the device while
+    a microbatch is in flight; None: masks are of the numbers here.
     """
 
     seed: int = 0

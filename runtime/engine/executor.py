@@ -1,7 +1,7 @@
 """Run one training step of this rank: a loop over the actions of its schedule.
 
-A stage keeps the microbatches in flight in its slots. Sends are posted, and waited for when their value is known to have arrived, or at the end of the step; a
-receive is waited for by the forward or backward that needs its value.
+A stage keeps the microbatches in flight in its slots. Sends are posted, and waited for when their value is known to
+have arrived, or at the end of the step; a receive is waited for by the forward or backward that needs its value.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ graph_devices = {"cuda"}
 
 
 class Replay:
-    """Some `work` on a device as a CUDA graph, which takes memory from `pool`; its `result` lies where it lay before."""
+    """Some `work` on a device as a CUDA graph, with memory from `pool`; its `result` lies where it lay before."""
 
     def __init__(self, work: Callable[[], Any], device: torch.device, pool: Any) -> None:
         self.result: Any = None

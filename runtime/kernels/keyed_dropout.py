@@ -143,7 +143,7 @@ def find_key(
     divided: int | None,
     shape: Sequence[int] | None,
 ) -> tuple[list[int], Tensor | None]:
-    """Return key and moment of the mask of `x`, for the arguments of `dropout`; empty and None: nothing is dropped."""
+    """Return key and moment of the mask of `x`, for the arguments of `dropout`; [] and None where nothing drops."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability is {p}, expected 0 to 1")
     if p == 0 or not rank.randomness.training:
@@ -157,8 +157,7 @@ def find_key(
 
 
 def apply_mask(x: Tensor, p: float, key: Sequence[int], moment: Tensor, causal: bool = False) -> Tensor:
-    """Return `x` times the mask of `key` at a `moment`, unscaled, like `x` in memory; `causal` scores are zero above the
-    diagonal."""
+    """Return `x` times its mask, unscaled, like `x` in memory; `causal` scores are zero above the diagonal."""
     mask = draw_mask(key, moment, p, x.shape, causal)
     return torch.empty_like(x).copy_(mask).mul_(x)
 

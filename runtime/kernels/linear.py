@@ -34,7 +34,7 @@ def multiply(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """Compute `product` of x with each weight and its bias; x is ``copy_to_tensor(rank, x)`` where a `rank` is given."""
+    """Compute `product` of x, or of ``copy_to_tensor(rank, x)``, with each weight and its bias."""
     made: tuple[Tensor, ...] = _Products.apply(rank, product, x, *weights, *biases)  # type: ignore[no-untyped-call]
     return made
 
@@ -73,8 +73,8 @@ class _Products(torch.autograd.Function):
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         ctx.rank, ctx.product, ctx.shape = rank, product, x.shape
-        own, *wanted = ctx.needs_input_grad[2:]
-        ctx.save_for_backward(x if any(wanted[:count]) else None, *weights)
+        wanted = ctx.needs_input_grad[3 : 3 + count]
+        ctx.save_for_backward(x if any(wanted) else None, *weights)
         return tuple(product.multiply(x, *pair) for pair in zip(weights, biases, strict=True))
 
     @staticmethod
