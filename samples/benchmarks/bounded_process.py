@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
+
+PATIENCE = 10.0  # seconds for a process that has answered everything to end
 
 
 class BoundedProcess:
@@ -44,4 +47,7 @@ class BoundedProcess:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with suppress(OSError):  # it has ended
+            self._own.send(None)  # there are no more questions
+        self._process.join(min(self._limit, PATIENCE))
         self._end()
