@@ -42,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.ones((), requires_grad=True).backward()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put failures first: their tests wait, and at the end of a run the other workers would wait with them."""
+    items.sort(key=lambda item: "failures" not in item.path.name)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A device whose tensors go to the Triton kernels: the CPU under Triton's interpreter, and a GPU."""
