@@ -75,13 +75,8 @@ def _tail_over_density(x):
     instructions, more than memory gives time for, cancels where x is negative, and has no use of the slope's exp.
     """
     t = 1 / (1 + 0.3 * x)
-    series = 0.03567617
-    series = series * t - 0.15720913
-    series = series * t + 0.2063643
-    series = series * t - 0.0536939
-    series = series * t + 0.12856721
-    series = series * t + 0.09991176
-    series = series * t + 0.12075424
+    series = ((0.03567617 * t - 0.15720913) * t + 0.2063643) * t - 0.0536939
+    series = ((series * t + 0.12856721) * t + 0.09991176) * t + 0.12075424
     return (series * t + 0.11962928) * t
 
 

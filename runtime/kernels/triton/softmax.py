@@ -38,9 +38,8 @@ def scaled_softmax(
         view = view[None] if view.dim() == 2 else view
         sizes, strides = tuple(view.shape[:-2]), view.stride()
     _launch(
-        _normalize, scores, p, key, moment,
-        *lay_out(scores), view, weights, softmax if key else None, scale, sizes, strides,
-        ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
+        _normalize, scores, (key, moment, p), *lay_out(scores), view, weights, softmax if key else None, scale,
+        sizes, strides, ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
     )  # fmt: skip
 
 
@@ -55,27 +54,18 @@ def scaled_softmax_backward(
     moment: Tensor | None,
     result: Tensor,
 ) -> None:
-    _launch(
-        _differentiate, softmax, p, key, moment, *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal
-    )
+    mask = key, moment, p
+    _launch(_differentiate, softmax, mask, *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal)
 
 
-def _launch(
-    kernel: Any,
-    x: Tensor,
-    p: float,
-    key: Sequence[int],
-    moment: Tensor | None,
-    *arguments: Any,
-    **constants: Any,
-) -> None:
+def _launch(kernel: Any, x: Tensor, dropout: tuple[Any, ...], *arguments: Any, **constants: Any) -> None:
     """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys]."""
     length, width = x.shape[-2:]
     rows = x.numel() // width
     tile = plan_rows(rows, width)
     launch(
         kernel, (divide_up(rows, tile["ROWS"]),), *arguments, rows, length, width,
-        **dropout_arguments(key, moment, p, x), **constants, **tile,
+        **dropout_arguments(*dropout, x), **constants, **tile,
         WHOLE=width <= tile["COLUMNS"], enable_fp_fusion=True
     )  # fmt: skip
 
