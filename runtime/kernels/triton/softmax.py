@@ -58,7 +58,9 @@ def scaled_softmax_backward(
     _launch(_differentiate, softmax, mask, *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal)
 
 
-def _launch(kernel: Any, x: Tensor, dropout: tuple[Any, ...], *arguments: Any, **constants: Any) -> None:
+def _launch(
+    kernel: Any, x: Tensor, dropout: tuple[Any, Any, float], *arguments: Any, **constants: Any
+) -> None:
     """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys]."""
     length, width = x.shape[-2:]
     rows = x.numel() // width
