@@ -41,6 +41,9 @@ ISSUED, SPECIAL = (
     16,
 )  # instructions of a lane that an SM begins a clock; of exp, 1 / x and the like
 ENOUGH = 0.85  # of the memory's bandwidth
+# Of the instructions of a norm's backward, whose sums are to fill a processor's registers; the form that was found
+# fastest on an H100 had 7 % that save or restore one.
+SPILLED = 0.05
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,12 @@ def describe(name: str, kernel: Compiled, moved: float, targets: Sequence[Target
     shares = [
         target.processors * target.clock / kernel.clocks * moved / target.bandwidth for target in targets
     ]
+    may_spill = SPILLED * kernel.instructions if "norm" in name and name.endswith("backward") else 0
     return [
         name,
         str(targets[0].capability),
         str(kernel.registers),
-        mark(str(kernel.spilled), kernel.spilled > 0),
+        mark(str(kernel.spilled), kernel.spilled > may_spill),
         f"{kernel.wide} of {kernel.accesses}",
         f"{kernel.instructions / kernel.elements:.0f}",
         ", ".join(
@@ -230,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "instructions an element: of a thread's, each loop's body counted once for a tile.",
             "time for: how many times the data sheet's bytes a second could be asked for, were the issue of "
             f"instructions ({ISSUED} lanes a clock of an SM, {SPECIAL} for exp and the like) all that takes time. "
-            f"(!): under {ENOUGH}, or what is spilled.",
+            f"(!): under {ENOUGH}, or what is spilled, in backwards of norms over {SPILLED:.0%} of the instructions.",
         ],
         given.write,
     )  # fmt: skip
