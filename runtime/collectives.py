@@ -11,8 +11,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.activation import activate_linear
-from autoptd.runtime.kernels.linear import Linear, multiply
-from autoptd.runtime.kernels.packed_linear import SplitLinear
+from autoptd.runtime.kernels.linear import Linear, SplitLinear, multiply
 
 
 def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.packed_linear import SplitLinear
 
 SUM = "wide_sum"  # the attribute of a leaf that has the sum of its gradients, where products may add to it
 
@@ -25,6 +24,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not hasattr(weight, SUM):
         return functional.linear(x, weight, bias)
     return multiply(None, Linear(transposed=False), x, [weight], [bias])[0]
+
+
+def split_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool = False
+) -> Tensor:
+    """Compute ``linear(x, weight, bias)`` in `sections` equal parts: [sections, .., out / sections].
+
+    A packed query, key and value then need no copy to be read head by head. `weight` is [out, in], or [in, out] where
+    `transposed`. One batched product, on a CPU one for each part; no concatenation in the backward.
+    """
+    return multiply(None, SplitLinear(sections, transposed), x, [weight], [bias])[0]
 
 
 def multiply(
@@ -61,6 +71,69 @@ class Linear:
 
     def differentiate_bias(self, gradient: Tensor) -> Tensor:
         return _rows(gradient).sum(0)
+
+
+@dataclass(frozen=True)
+class SplitLinear:
+    """The products of a `split_linear` in `sections`, forward and for each gradient."""
+
+    sections: int
+    transposed: bool
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the parts. Raises ValueError for shapes that do not fit."""
+        rows = weight.shape[1 if self.transposed else 0]
+        if (
+            weight.dim() != 2
+            or x.shape[-1] != weight.shape[0 if self.transposed else 1]
+            or rows % self.sections
+        ):
+            raise ValueError(
+                f"split_linear was given x {list(x.shape)}, weight {list(weight.shape)}, transposed={self.transposed} "
+                f"and sections={self.sections}; expected x [.., in], and outputs that {self.sections} divides"
+            )
+        if bias is not None and bias.shape != (rows,):
+            raise ValueError(f"split_linear was given a bias of shape {list(bias.shape)}, expected [{rows}]")
+        parts = self._parts(weight)
+        biases = None if bias is None else bias.view(self.sections, 1, -1)
+        made = _multiply_each(_rows(x).expand(self.sections, -1, -1), parts, biases)
+        return made.view(self.sections, *x.shape[:-1], parts.shape[-1])
+
+    def terms(self, gradient: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of matrices, one per section, whose products add up to the gradient of x's rows."""
+        return list(zip(self._split(gradient), self._parts(weight).transpose(1, 2), strict=True))
+
+    def differentiate_weight(self, _: Tensor, gradient: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the weight, laid out as the weight is, from that of the result."""
+        rows = _rows(x).expand(self.sections, -1, -1)
+        made = _multiply_each(self._split(gradient).transpose(1, 2), rows).view(-1, x.shape[-1])
+        return made.t() if self.transposed else made
+
+    def differentiate_bias(self, gradient: Tensor) -> Tensor:
+        return self._split(gradient).sum(1).view(-1)
+
+    def _parts(self, weight: Tensor) -> Tensor:
+        """Return the weight as a view [sections, in, out / sections]."""
+        rows, columns = weight.shape
+        if self.transposed:
+            return weight.view(rows, self.sections, columns // self.sections).transpose(0, 1)
+        return weight.view(self.sections, rows // self.sections, columns).transpose(1, 2)
+
+    def _split(self, gradient: Tensor) -> Tensor:
+        return gradient.reshape(self.sections, -1, gradient.shape[-1])
+
+
+def _multiply_each(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor:
+    """Multiply in a batch, on a CPU one after another: of a batch of three, one of two threads would get two."""
+    if left.device.type != "cpu":
+        return torch.bmm(left, right) if added is None else torch.baddbmm(added, left, right)
+    made = left.new_empty((len(left), left.shape[1], right.shape[2]))
+    for index, out in enumerate(made):
+        if added is None:
+            torch.mm(left[index], right[index], out=out)
+        else:
+            torch.addmm(added[index], left[index], right[index], out=out)
+    return made
 
 
 class _Products(torch.autograd.Function):

@@ -51,22 +51,6 @@ def test_only_what_is_asked_for_gets_a_gradient() -> None:
     assert torch.equal(bias.grad, torch.full((12,), 10.0, dtype=torch.float64))
 
 
-def test_the_operator_is_whole() -> None:
-    """Fake implementation, schema and autograd formula agree, as torch.compile and export need."""
-    x, weight, bias = make(False, True)
-    arguments = (x.requires_grad_(), weight.requires_grad_(), bias, 3, False)
-    torch.library.opcheck(torch.ops.autoptd.split_linear.default, arguments)
-
-
-def test_autocast_computes_in_half_precision() -> None:
-    x, weight, bias = (t.float() for t in make(False, True) if t is not None)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = kernels.split_linear(x, weight, bias, 3)
-        expected = functional.linear(x, weight, bias)
-    assert found.dtype is expected.dtype is torch.bfloat16
-    torch.testing.assert_close(torch.cat(found.unbind(), -1), expected, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize(
     ("shapes", "sections", "words"),
     [
