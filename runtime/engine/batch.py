@@ -193,7 +193,7 @@ def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
         if rows is None or values.numel() == 0:
             continue
         low, high = values.aminmax()
-        if high < rows and low >= 0:
+        if high.item() < rows and low.item() >= 0:
             continue
         wrong = find_unknown(expected, values)
         if wrong.any():

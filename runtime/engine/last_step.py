@@ -24,8 +24,7 @@ class LastStep:
     `bubble` is the time up to this rank's last forward or backward in which it ran none of them, over the time in which
     it did, as `Simulation.bubble_fraction` is; all-reduces of tensor ranks are part of a forward or backward.
     `exposed_communication_seconds` is time that nothing hides: the tensor ranks' all-reduces in these, less computation
-    beside them, and the rest of the call (sums of gradients, sends, the loss's broadcast). Of stages that torch.compile
-    traced, ``bind(backend=...)``, the sums of the forwards are missing.
+    beside them, and the rest of the call (sums of gradients, sends, the loss's broadcast).
     `peak_memory_bytes` is the most since the process began: of tensors on a GPU, of everything on a CPU.
     """
 

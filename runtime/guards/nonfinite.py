@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from traceback import walk_stack
@@ -64,28 +63,6 @@ class Inspector(TorchDispatchMode):
         )
 
 
-class Uncompiled:
-    """A context in which compiled stages run as they are written.
-
-    Ranks may be threads, and torch has one stance for all of them: the first rank sets it, and the last restores it.
-    """
-
-    _lock, _ranks = threading.Lock(), 0
-    _stance: Any = None
-
-    def __enter__(self) -> None:
-        with Uncompiled._lock:
-            if Uncompiled._ranks == 0:
-                Uncompiled._stance = torch.compiler.set_stance("force_eager")
-            Uncompiled._ranks += 1
-
-    def __exit__(self, *error: object) -> None:
-        with Uncompiled._lock:
-            Uncompiled._ranks -= 1
-            if Uncompiled._ranks == 0:
-                Uncompiled._stance.__exit__(None, None, None)
-
-
 def explain_nonfinite(
     manifest: Manifest,
     connection: Connection,
@@ -101,7 +78,7 @@ def explain_nonfinite(
     and count nothing in a step that has some.
     """
     inspector = Inspector(connection.position, len(manifest.stages) - 1, unlabelled)
-    with inspector, Uncompiled():  # a compiled stage does not show its operators
+    with inspector:
         repeat()
     connection.position.phase("search for the first operator")
     order = [NOTHING, 0, 0, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,16 @@ WARY = 100  # steps in which ranks compare their trained parameters before the s
 class ParameterWatch:
     """The parameters of a module as they were bound, under their names; `check` refuses a module with others.
 
-    Asked in every step: to look through the modules by torch's own means takes milliseconds.
+    Asked in every step: it goes through all tensors in C, since Python, or what torch has, takes milliseconds.
+    `trained` are the names of the parameters that are not frozen, `buffers` the buffers by name, and `tensors` both,
+    the same mapping as long as all are in the same memory.
     """
 
     def __init__(self, manifest: Manifest, module: nn.Module, sharded: Iterable[str]) -> None:
         """Watch `module`; the parameters of a sharded optimizer, `sharded`, must stay trained."""
-        self._sharded = frozenset(sharded)
         self.hooks: frozenset[int] = frozenset()  # the runtime's own, on these
         self.parameters = dict(nn.Module.named_parameters(module))
+        self._sharded = {name: self.parameters[name] for name in sharded}
         self._bound = {name: (p, (p.dtype, p.shape, p.device)) for name, p in self.parameters.items()}
         self._look_through(module)
         # The boundaries of a program carry no gradients to parameters that were frozen when it was compiled.
@@ -44,11 +47,11 @@ class ParameterWatch:
         Every rank must call it. They compare before the first step and, where some rank's changed after it, before the
         next `WARY`. ValueError on every rank where one has frozen what another trains: they would wait for each other.
         """
+        trained = self.trained
+        if connection.world.size == 1:
+            self.agreed, self.stale = trained, False
         if self.agreed is not None and not (self.stale or self._wary):
             return self.agreed
-        trained = self.find_trained()
-        if connection.world.size == 1:
-            return trained
         states = [int(name in trained) if name in self.parameters else ABSENT for name in self._names]
         own = torch.tensor(states, device=connection.rank.device)
         for place in find_unlike(connection.world.all_reduce(with_complements(own), "max").tolist()):
@@ -62,10 +65,6 @@ class ParameterWatch:
         changed = self.stale and self.agreed is not None
         self.agreed, self.stale, self._wary = trained, False, WARY if changed else max(self._wary - 1, 0)
         return trained
-
-    def find_trained(self) -> frozenset[str]:
-        """Return the names of the parameters that are not frozen now."""
-        return frozenset(name for name, p in self.parameters.items() if p.requires_grad)
 
     def check(self, module: nn.Module) -> None:
         """Raise ValueError where a parameter was replaced, unfrozen or hooked, or has another shape, dtype or device.
@@ -86,26 +85,25 @@ class ParameterWatch:
                 "share of the weights; it sums gradients over the replicas itself: bind again, and use it as it is "
                 "(Lightning: strategy=SingleDeviceStrategy(device=...))"
             )
-        if any(part.training != module.training for part in self._parts):
+        if [part.training for part in self._parts].count(module.training) < len(self._parts):
             name = next(name for name, part in module.named_modules() if part.training != module.training)
             raise ValueError(
                 f"the module {name} is in {'evaluation' if module.training else 'training'} mode, and the parallel "
                 "model is not: modules below it do not run, so call parallel.train() or parallel.eval(), and put "
                 "modules that are to stay in evaluation mode there before the model is compiled"
             )
-        now = self.parameters
         changed = _list_contents([module, *self._parts]) != self._contents
-        if changed:
-            # A parallel model's own waits for weights on their way.
-            now = dict(nn.Module.named_parameters(module))
+        if not changed and self._read_states() == self._states:
+            return
+        # A parallel model's own waits for weights on their way.
+        now = dict(nn.Module.named_parameters(module))
         self.check_bound(now)
         if added := sorted(set(now) - set(self._bound)):
             raise ValueError(
                 f"the parameter {added[0]} was added after bind, or was tied to another and replaced, and the program "
                 "does not read it: change the model and compile it again"
             )
-        if changed:  # by modules without parameters
-            self._look_through(module)
+        self._look_through(module)
 
     def check_bound(self, now: Mapping[str, nn.Parameter]) -> None:
         """Raise ValueError where a parameter of `now` is not the one bound under its name, or not as it was bound."""
@@ -136,24 +134,33 @@ class ParameterWatch:
                         "others: freeze before shard_optimizer, or give its group a learning rate of 0"
                     )
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers of the module by name."""
-        found = {f"{prefix}{key}": buffer for prefix, held in self._holders for key, buffer in held.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
-
     def _look_through(self, module: nn.Module) -> None:
-        self._contents = _list_contents(list(module.modules()))
-        self._parts = list(module.modules())[1:]  # not itself, which would live as long as its own watch
-        named = [(f"{name}." if name else "", part) for name, part in module.named_modules()]
-        self._holders = [(prefix, part._buffers) for prefix, part in named if part._buffers]
+        modules = list(module.modules())
+        self._parts = modules[1:]  # not itself, which would live as long as its own watch
+        self._contents = _list_contents(modules)
+        self.trained = frozenset(name for name, p in self.parameters.items() if p.requires_grad)
+        self.buffers = dict(module.named_buffers(remove_duplicate=False))
+        self.tensors: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        self._states = self._read_states()
+
+    def _read_states(self) -> list[object]:
+        """Return what may change of tensors that stay: their memory, how they lie in it, who is frozen, and hooks."""
+        own, sharded = self.tensors.values(), self._sharded.values()
+        return [
+            *(list(map(read, own)) for read in (Tensor.data_ptr, Tensor.size, Tensor.stride)),
+            [x.dtype for x in own],
+            [x.requires_grad for x in own],
+            [[*(p._backward_hooks or ()), *(p._post_accumulate_grad_hooks or ())] for p in sharded],
+        ]
 
 
 def _list_contents(modules: Sequence[nn.Module]) -> list[object]:
-    """Return names and identities of the modules' own parameters and modules, and which have buffers."""
-    held: list[Mapping[str, object]] = [m._parameters for m in modules]
+    """Return names and identities of the modules' own parameters, modules and buffers."""
+    held: list[dict[str, Any]] = [m._parameters for m in modules]
     held += [m._modules for m in modules]
-    identities = map(id, chain.from_iterable([each.values() for each in held]))
-    return [*map(len, held), *chain.from_iterable(held), *identities, *(not m._buffers for m in modules)]
+    held += [m._buffers for m in modules]
+    identities = map(id, chain.from_iterable(map(dict.values, filter(None, held))))
+    return [*map(len, held), *chain.from_iterable(filter(None, held)), *identities]
 
 
 def refuse_hooks(name: str, parameter: nn.Parameter, own: Container[int] = ()) -> None:

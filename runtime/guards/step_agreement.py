@@ -44,24 +44,24 @@ def compare_ranks(
     ranks are in different modes, or replicas have different values of one of `copies`. On a GPU it waits for the step.
     """
     rank, mesh = connection.rank, manifest.mesh
-    nonfinite: Tensor | bool = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
-    unknown: Tensor | bool = has_unknown_rows(manifest, batch)
+    broken = ~(torch.isfinite(loss) & are_finite(gradients, rank.device))
+    wrong = has_unknown_rows(manifest, batch, rank.device)
     if mesh.size == 1:
+        nonfinite, unknown = torch.stack([broken, wrong]).tolist()
         if unknown:
             check_rows(manifest, batch)
-        return bool(nonfinite), not trains, False
+        return nonfinite, not trains, False
     batches = torch.full((mesh.data,), ABSENT, device=rank.device)
     if mesh.tensor * mesh.pipeline > 1:
         batches[rank.coordinates.data] = hash_batch(batch, rank.device)
     # A number that is made a tensor, or set as an element, is copied, and each copy waits for the GPU.
-    mode = torch.full((1,), 2 * rank.randomness.call + rank.randomness.training, device=rank.device)
-    flags = [
-        flag.to(torch.int64) if isinstance(flag, Tensor) else torch.full((), int(flag), device=rank.device)
-        for flag in (changed, unknown, nonfinite, not trains)
-    ]
+    mode, *flags = (
+        torch.full((1,), int(number), device=rank.device)
+        for number in (2 * rank.randomness.call + rank.randomness.training, changed, not trains)
+    )
     hashes = with_complements(torch.cat([batches, mode, copies.fingerprint()]))
-    found = connection.world.all_reduce(torch.cat([hashes, torch.stack(flags)]), "max").tolist()
-    *maxima, moved, unknown, nonfinite, lacking = found
+    own = torch.cat([hashes, *flags, torch.stack([broken, wrong])])
+    *maxima, moved, lacking, nonfinite, unknown = connection.world.all_reduce(own, "max").tolist()
     for place in find_unlike(maxima):
         if place < mesh.data:
             raise ValueError(describe_difference(mesh, connection.world, batch, place))
@@ -157,9 +157,9 @@ def _compare_buckets(manifest: Manifest, group: Group, members: Sequence[int], t
     )
 
 
-def has_unknown_rows(manifest: Manifest, batch: Batch) -> Tensor | bool:
+def has_unknown_rows(manifest: Manifest, batch: Batch, device: torch.device) -> Tensor:
     """Return whether the batch has row numbers outside their table; on a CPU that was refused before the step."""
-    found: Tensor | bool = False
+    found = torch.zeros((), dtype=torch.bool, device=device)
     for expected in manifest.inputs:
         values = batch[expected.name]
         if expected.rows is not None and not values.is_cpu:

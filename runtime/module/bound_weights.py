@@ -26,8 +26,12 @@ class BoundWeights:
     """The parameters and buffers of a parallel model on this rank, and the shards that an optimizer steps, if any.
 
     `watch` knows the parameters as they were bound, `marks` their places in the model. `narrow` are the half-precision
-    tensors that the stages compute with where parameters are kept in float32.
+    tensors that the stages compute with where parameters are kept in float32. `leaves` are what an optimizer may step:
+    parameters by name, and this replica's parts of shards by position. Frozen ones too: a parameter that was frozen
+    after its backward has a gradient, by which it is stepped. `sharded` are the parameters of each shard.
     """
+
+    leaves: dict[str | int, nn.Parameter]
 
     def __init__(
         self,
@@ -59,21 +63,11 @@ class BoundWeights:
         self._placeholders = [
             GradientPlaceholders(shard, {name: parameters[name] for name in shard.names}) for shard in shards
         ]
+        parts = {index: shard.own for index, shard in enumerate(shards)}
+        self.sharded = {index: each.parameters for index, each in enumerate(self._placeholders)}
+        self.leaves = {name: p for name, p in parameters.items() if name not in sharded} | parts
         self.watch.hooks = frozenset(chain.from_iterable(each.hooks for each in self._placeholders))
         self._versions = self._read_versions()
-
-    def leaves(self) -> dict[str | int, nn.Parameter]:
-        """Return what an optimizer may step: parameters by name, and this replica's parts of shards by position.
-
-        Frozen ones too: a parameter that was frozen after its backward has a gradient, by which it is stepped.
-        """
-        sharded = {name for shard in self.shards for name in shard.names}
-        parts = {index: shard.own for index, shard in enumerate(self.shards)}
-        return {name: p for name, p in self.watch.parameters.items() if name not in sharded} | parts
-
-    def sharded(self) -> dict[int, Mapping[str, nn.Parameter]]:
-        """Return the parameters of each shard by its position."""
-        return {index: each.parameters for index, each in enumerate(self._placeholders)}
 
     def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Divide the states and the step of `optimizer`, of parameters of `module`, among the replicas."""
@@ -100,7 +94,6 @@ class BoundWeights:
 
     def check(self, module: nn.Module) -> None:
         """Take over what was written since; ValueError where a call of `module` would not use its own tensors."""
-        self.watch.check(module)
         self._check_unwritten()
         for shard in self.shards:
             if shard.is_own_written():
@@ -110,6 +103,7 @@ class BoundWeights:
                 )
         if self._is_rebound():
             self.adopt_writes()
+        self.watch.check(module)
         if self._buffers != self._read_buffers():
             self._take_buffers()
 
@@ -192,7 +186,7 @@ class BoundWeights:
 
     def _take_buffers(self) -> None:
         """Compute constants anew from buffers that were written or replaced. ValueError where they are compiled in."""
-        known, own = self.manifest.parameters, self.watch.buffers()
+        known, own = self.manifest.parameters, self.watch.buffers
         for alias, name in self.manifest.aliases.items():
             if own.get(alias) is not own.get(name):
                 raise ValueError(
@@ -207,8 +201,9 @@ class BoundWeights:
     def refresh_constants(self) -> None:
         """Compute the constants of all shapes from the buffers as they are. A collective of the tensor ranks."""
         for shape in self.shapes:
-            shape.refresh({**self.watch.parameters, **self.watch.buffers()})
+            shape.refresh(self.watch.tensors)
 
-    def _read_buffers(self) -> list[tuple[int, int]]:
-        """Return the identities of the buffers, and the counts of the writes into them."""
-        return [(id(b), 0 if b.is_inference() else b._version) for b in self.watch.buffers().values()]
+    def _read_buffers(self) -> list[tuple[int, int, int]]:
+        """Return the identities of the buffers, where they are, and the counts of the writes into them."""
+        own = self.watch.buffers.values()
+        return [(id(b), b.data_ptr(), 0 if b.is_inference() else b._version) for b in own]

@@ -37,7 +37,7 @@ def clip_gradients(runner: StepRunner, max_norm: float, norm_type: float, error_
     norm = _measure(runner, norm_type)
     if error_if_nonfinite:
         _refuse_nonfinite(norm, norm_type)
-    gradients = (leaf.grad for leaf in runner.weights.leaves().values())
+    gradients = (leaf.grad for leaf in runner.weights.leaves.values())
     scale_gradients((gradient for gradient in gradients if gradient is not None), norm, max_norm)
     dtypes = {p.dtype for p in runner.weights.manifest.parameters.values() if p.kind == "parameter"}
     return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
@@ -52,7 +52,7 @@ def _measure(runner: StepRunner, norm_type: float, of: Container[str | int] | No
     weights = runner.weights
     gradients = {
         name: p.grad
-        for name, p in weights.leaves().items()
+        for name, p in weights.leaves.items()
         if isinstance(name, str) and p.grad is not None and (of is None or name in of)
     }
     connection = weights.connection
@@ -123,7 +123,7 @@ def _total_norm(
 
 def _read_keys(model: StepRunner) -> dict[int, str | int]:
     """Return the keys of the leaves of `model`, and the names of its sharded parameters, by the ids of gradients."""
-    leaves, sharded = model.weights.leaves().items(), model.weights.sharded().values()
+    leaves, sharded = model.weights.leaves.items(), model.weights.sharded.values()
     named = chain(leaves, *(own.items() for own in sharded))
     return {id(parameter.grad): key for key, parameter in named if parameter.grad is not None}
 
@@ -139,11 +139,11 @@ def _check_whole(model: StepRunner, keys: list[str | int | None]) -> set[str | i
             f"of the model's, so clip the others alone, and for the model {CALL}"
         )
     given = {key for key in keys if key is not None}
-    sharded = model.weights.sharded()
+    sharded = model.weights.sharded
     given |= {index for index, own in sharded.items() if given.issuperset(own)}
     # Parameters that were frozen after their backward may be left out, on every rank.
     trained = [
-        key for key, leaf in model.weights.leaves().items() if leaf.grad is not None and leaf.requires_grad
+        key for key, leaf in model.weights.leaves.items() if leaf.grad is not None and leaf.requires_grad
     ]
     absent = [key for key in trained if key not in given]
     missing = sorted(key if isinstance(key, str) else next(iter(sharded[key])) for key in absent)
@@ -163,8 +163,8 @@ def _change_own(
     """Call `original` with the parts that this rank steps in place of sharded `parameters`."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for model in _list_models():
-        leaves = model.weights.leaves()
-        parts = {id(p): leaves[index] for index, own in model.weights.sharded().items() for p in own.values()}
+        leaves = model.weights.leaves
+        parts = {id(p): leaves[index] for index, own in model.weights.sharded.items() for p in own.values()}
         given = list({id(p): p for p in (parts.get(id(p), p) for p in given)}.values())
     original(given, *args, **kwargs)
 

@@ -143,7 +143,7 @@ class Parallel(BoundModule):
         """Clear the gradients as every module does, and those of a sharded optimizer's parts."""
         if set_to_none:
             super().zero_grad()
-        for leaf in self._weights.leaves().values():
+        for leaf in self._weights.leaves.values():
             if set_to_none:
                 leaf.grad = None
             elif leaf.grad is not None:
@@ -302,6 +302,12 @@ class Parallel(BoundModule):
 
     def _slices(self) -> dict[str, Tensor]:
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        for shape in self._shapes:  # leaves would keep the memory that tensors leave
+            shape.leaves = {}
+            shape.sums.follow(shape.leaves)
+        return super()._apply(*args, **kwargs)
 
     def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
         self._weights.adopt_writes()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,6 @@ from autoptd.runtime.guards.weight_agreement import Copies, StepLog
 from autoptd.runtime.module.bound_weights import BoundWeights
 from autoptd.runtime.optimizer.gradient_buckets import DTYPES, share_loss
 from autoptd.runtime.optimizer.loss_scale import LossScale
-from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.user_warnings import warn_caller
 
 
@@ -71,16 +72,18 @@ class StepRunner:
         number, batch = bind_batch(self._manifests, args, kwargs, self._rank.device)
         manifest = self._manifests[number]
         items = None if given is None else read_items(manifest, given, self._rank.device)
-        self._warn(manifest, batch)
+        if self._warns_precision and (warning := describe_unheeded(self._manifest, self._rank.device)):
+            self._warns_precision = False
+            warn_caller(warning)
         self._rank.randomness.training = module.training
         if torch.is_grad_enabled():
-            leaves = {key: leaf for key, leaf in self.weights.leaves().items() if leaf.requires_grad}
-            sharded = [p for own in self.weights.sharded().values() for p in own.values()]
+            leaves = {key: leaf for key, leaf in self.weights.leaves.items() if leaf.requires_grad}
+            sharded = chain.from_iterable(own.values() for own in self.weights.sharded.values())
             # Makes the loss differentiable on a rank without parameters too.
             anchor = torch.zeros((), device=self._rank.device, requires_grad=True)
             run = partial(self._train, number, batch, tuple(leaves))
             note_scale = None if self._manifest.mesh.size == 1 else self.steps.scale
-            loss = Step.apply(run, note_scale, anchor, *leaves.values(), *sharded)  # type: ignore[no-untyped-call]
+            loss = Step.apply(run, note_scale, anchor, *leaves.values(), *sharded)
         else:
             # Tensors made here are there for later steps, which inference tensors are not.
             with (
@@ -89,17 +92,13 @@ class StepRunner:
                 self._connection.position.call(training=False),
             ):
                 loss = self._run(number, batch, gradients=False)
-        if items is not None:
-            loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
-        return self._build_output(loss)
-
-    def _warn(self, manifest: Manifest, batch: Batch) -> None:
-        if self._warns_precision and (warning := describe_unheeded(self._manifest, self._rank.device)):
-            self._warns_precision = False
-            warn_caller(warning)
+        # Now, since on a GPU it waits for the step.
         if self._warns_labels and (warning := unequal_counts(manifest, batch)):
             self._warns_labels = False
             warn_caller(warning)
+        if items is not None:
+            loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
+        return self._build_output(loss)
 
     def _train(
         self, number: int, batch: Batch, keys: Sequence[str | int]
@@ -115,38 +114,35 @@ class StepRunner:
         if len(self._manifests) > 1:
             compare_shapes(self._manifests, self._connection, number)
         watch = self.weights.watch
-        for name, narrow in self.weights.narrow.items():
-            narrow.copy_(watch.parameters[name].detach())
+        if narrow := self.weights.narrow:
+            torch._foreach_copy_(list(narrow.values()), list(map(watch.tensors.__getitem__, narrow)))
         inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in shape.executor.stages}
         if len(manifest.stages) - 1 in shape.executor.stages:  # its rank has the labels
             divisors = find_divisors(manifest, rank, batch)
         else:
             divisors = torch.ones(manifest.num_microbatches, dtype=torch.float64, device=rank.device)
         pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
-        scale = self.loss_scale
-        before = None if scale is None else (scale.value, scale.finite_steps)
-        judged = scale is not None
-        while scale is not None and gradients and scale.unscale(rank, sums.gradients(), pair[0]):
-            if before is not None and scale.is_exhausted:
-                judged, (scale.value, scale.finite_steps) = False, before
-                break
-            pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
+        scale, before = self.loss_scale if gradients else None, copy(self.loss_scale)
+        while scale is not None and scale.unscale(rank, sums.gradients(), pair[0]):
+            if scale.is_exhausted:
+                self.loss_scale, scale = before, None
+            else:
+                pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
         if self._loss_dtype is None:
             self._loss_dtype = DTYPES[int(pair[1])]
         shape.executor.measured.finish()
         self._connection.position.phase("agreement")
         # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
-        summed = sums.gradients() if gradients and not judged else []
+        summed = sums.gradients() if gradients and scale is None else []
         trains = not gradients or bool(sums.gradients())
-        changed = watch.find_trained() != watch.agreed
+        changed = watch.trained != watch.agreed
         nonfinite, lacking, watch.stale = compare_ranks(
             manifest, self._connection, batch, pair[0], summed, self._copies, trains=trains, changed=changed
         )
         if gradients:
             self.gradients_everywhere = not lacking
             if watch.stale:  # some rank froze others since: this step was of what all had agreed on
-                if scale is not None and before is not None:
-                    scale.value, scale.finite_steps = before
+                self.loss_scale = before
                 return self._run(number, batch, gradients)
         if nonfinite and gradients:
             sums.clear()
@@ -172,16 +168,8 @@ class StepRunner:
         With `gradients` their sums are in the shape's; those of the repetition are not.
         """
         watch = self.weights.watch
-        slices = {**watch.parameters, **watch.buffers(), **shape.slices, **self.weights.narrow}
-        trained = watch.agree(self._connection) if gradients else frozenset()
-        # A stage has leaves of its own, on the same memory: a tied parameter's uses add up separately.
-        leaves = {
-            index: {
-                name: slices[name].detach().requires_grad_(name in trained)
-                for name in shape.manifest.stages[index].parameters
-            }
-            for index in inputs
-        }
+        trained = watch.agree(self._connection) if gradients else watch.agreed
+        leaves = shape.read_leaves(watch.tensors, self.weights.narrow, trained)
         seeds = None
         shape.sums.follow(leaves)
         if gradients:

@@ -108,7 +108,9 @@ class LeafSums:
         Other tensors in the memory of a sum keep it, and the sum is put elsewhere.
         """
         for leaf in self._leaves:
-            self._put(leaf, None)
+            leaf.grad = None
+        for wide in self._wide.values():
+            wide.sum = None
         own = {x.untyped_storage().data_ptr() for x in self._lasting.values()}
         for gradient in lent if own else ():
             if gradient.untyped_storage().data_ptr() in own:
@@ -228,7 +230,7 @@ class GradientSums:
     def take(self, keys: Sequence[str | int]) -> list[Tensor | None]:
         """Hand over the gradients of parameters, by name, and of shards, by their position."""
         summed, self._summed = self._summed, {}
-        return [summed.get(key) for key in keys]
+        return list(map(summed.get, keys))
 
     def _collect(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return this rank's gradients of `names`, summed over its stages and over partial sums of tensor ranks."""

@@ -56,7 +56,7 @@ def test_a_loss_is_shared_without_waiting() -> None:
     assert waits.found == []
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 2, 2)])
 def test_ranks_are_compared_by_one_look(mesh: tuple[int, int, int]) -> None:
     chain = Chain(mesh)
     copies: Any = SimpleNamespace(fingerprint=lambda: torch.zeros(2, dtype=torch.int64, device=META))

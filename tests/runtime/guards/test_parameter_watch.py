@@ -73,7 +73,7 @@ def test_buffers_are_read_as_they_are() -> None:
 
     def read() -> dict[str, list[float]]:
         watch.check(module)
-        return {name: buffer.tolist() for name, buffer in watch.buffers().items()}
+        return {name: buffer.tolist() for name, buffer in watch.buffers.items()}
 
     assert read() == {"rotary.frequencies": [0, 0], "scale": [0]}
     module.scale = torch.ones(1)
