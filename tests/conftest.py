@@ -58,6 +58,14 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return device
 
 
+@pytest.fixture
+def card() -> str:
+    """A CUDA device, for tests that are marked with `gpu`."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return "cuda"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def captures() -> Iterator[Captures]:
     """`compile` and the planner trace each of the tests' models once, and no test changes what they share."""

@@ -15,7 +15,7 @@ Weights = Mapping[str, Tensor]
 
 
 class Kept(NamedTuple):
-    """What the backward of a microbatch needs: the received leaves, and the edges of the roots."""
+    """The received leaves and the edges of the roots of a microbatch, for its backward."""
 
     leaves: Sequence[Tensor] = ()
     edges: Sequence[GradientEdge | None] = ()

@@ -3,10 +3,10 @@
 A kernel's file holds, from the top: the functions that rank programs call, which refuse what they cannot compute and
 turn a `Rank` into a mask key (`randomness.mask_key`: a list of ints); below them the operators
 ``torch.ops.autoptd.<name>`` and ``<name>_backward`` with their meaning in plain torch, made by
-`registration.define_operator`, each with a fake implementation, and an autograd formula; where promotion of dtypes is
-not all, also an autocast rule. A function of the same name in triton/ is the operator's Triton form: where it can run,
-it fills the results that the fake implementation allocates. A mask is not saved but drawn again in backward, by
-`randomness.draw_mask` or inside a Triton kernel by `triton.philox.drop`. Results have the strides of
+`registration.define_operator`, each with a fake implementation, and an autograd formula. A function of the same name in
+triton/ is the operator's Triton form: where it can run, it fills the results that the fake implementation allocates.
+Autocast has no say: it is off in a step, and a program's casts are written out. A mask is not saved but drawn again in
+backward, by `randomness.draw_mask` or inside a Triton kernel by `triton.philox.drop`. Results have the strides of
 ``torch.empty_like(x)``, or are contiguous where rows are reduced.
 """
 

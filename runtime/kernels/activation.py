@@ -67,8 +67,8 @@ def bias_gelu(
 ) -> Tensor:
     """Compute ``gelu(x + bias)``; `x` is [..., h], `bias` [h]. By tanh, `coefficient` is sqrt(2 / pi), rounded or not.
 
-    Dtypes are promoted as by ``+``, and half precision is summed in float32 for the bias's gradient. Under
-    autocast a bias takes the dtype of `x`, as that of a linear does. Raises ValueError on other shapes.
+    Dtypes are promoted as by ``+``, and half precision is summed in float32 for the bias's gradient.
+    Raises ValueError on other shapes.
     """
     check_rows("bias_gelu", {"x": x}, bias=bias)
     _check_approximation("bias_gelu", approximate)
@@ -86,7 +86,7 @@ def _check_approximation(kernel: str, approximate: str) -> None:
 def gated_product(
     gate: Tensor, up: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
 ) -> Tensor:
-    """Compute ``activation(gate) * up``, both [..., h]; dtypes are promoted as by ``*``, under autocast too."""
+    """Compute ``activation(gate) * up``, both [..., h]; dtypes are promoted as by ``*``."""
     check_rows("gated_product", {"gate": gate, "up": up})
     if activation not in ACTIVATIONS:
         raise ValueError(
@@ -147,7 +147,6 @@ def _differentiate_gated_product(ctx: Any, gradient: Tensor) -> tuple[Tensor | N
 
 _bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_save)
 _gated_product.register_autograd(_differentiate_gated_product, setup_context=_save)
-_bias_gelu.register_autocast(lambda x, bias, *options: (x, bias.to(x.dtype), *options))
 
 
 def _activate(x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVER_PI) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,12 +26,6 @@ def grouped_attention(
             "[b, a, s, d] and [b, g, s, d] with a multiple of g heads in q"
         )
     repeats = q.shape[1] // k.shape[1]
-    if q.is_cuda and _dtype(q) not in HALF:
+    if q.is_cuda and q.dtype not in HALF:
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
-
-
-def _dtype(q: Tensor) -> torch.dtype:
-    """Return the dtype that the attention is computed in."""
-    cast = torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
-    return torch.get_autocast_dtype(q.device.type) if cast else q.dtype

@@ -48,7 +48,7 @@ def bias_dropout_add(
     """Compute ``dropout(x + bias) + residual``, as `dropout` does; each of them may be None.
 
     `x` and `residual` are [..., h], `bias` is [h]. Dtypes are promoted as by ``+``, and half precision is summed
-    in float32 for the bias's gradient. Under autocast a bias takes the dtype of `x`, as that of a linear does.
+    in float32 for the bias's gradient.
     Raises ValueError on other shapes.
     """
     check_rows("bias_dropout_add", {"x": x, "residual": residual}, bias=bias)
@@ -127,11 +127,6 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 bias_dropout_add_operator.register_autograd(_differentiate, setup_context=_save)
-
-
-@bias_dropout_add_operator.register_autocast
-def _(x: Tensor, bias: Tensor | None, *others: Any) -> tuple[Any, ...]:
-    return x, None if bias is None else bias.to(x.dtype), *others
 
 
 def find_key(

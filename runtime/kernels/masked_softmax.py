@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import apply_mask, find_key, keep_factor
-from autoptd.runtime.kernels.precision import cast_widely, widen
+from autoptd.runtime.kernels.precision import widen
 from autoptd.runtime.kernels.registration import define_operator
 
 
@@ -165,4 +165,3 @@ def _backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None
 
 
 _scaled_softmax.register_autograd(_backward, setup_context=_save)
-_scaled_softmax.register_autocast(cast_widely)

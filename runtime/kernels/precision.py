@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,3 @@ def widen(dtype: torch.dtype) -> torch.dtype:
 
 def promote(*tensors: Tensor | None) -> torch.dtype:
     return reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor is not None))
-
-
-def cast_widely(*arguments: Any) -> tuple[Any, ...]:
-    """Cast an operator's arguments as autocast casts those of torch's own norms and softmax."""
-    return tuple(
-        x.to(widen(x.dtype)) if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments
-    )

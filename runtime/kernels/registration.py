@@ -32,7 +32,7 @@ class Operator:
         """Call the operator, past torch's dispatcher where nobody listens there.
 
         Its way through Python costs 25 microseconds more, backward included, in a step hundreds of times. It is for
-        those who look at operators: compilers, tracers, dispatch modes, profilers, autocast, torch.func.
+        those who look at operators: tracers, dispatch modes, profilers, torch.func.
         """
         if not self._stands_alone(arguments):
             return getattr(torch.ops.autoptd, self.name)(*arguments)
@@ -42,10 +42,8 @@ class Operator:
 
     def _stands_alone(self, arguments: tuple[Any, ...]) -> bool:
         """Return whether the operator's function may be called directly, and differentiated by its own formula."""
-        if torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled():
-            return False
         modes: int = torch._C._len_torch_dispatch_stack()  # of this thread
-        if modes or torch._C._are_functorch_transforms_active():
+        if modes or torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
             return False
         differentiates = False
         for argument in arguments:
@@ -53,8 +51,7 @@ class Operator:
                 if type(argument) is not Tensor and type(argument) is not Parameter:
                     return False
                 differentiates = differentiates or argument.requires_grad
-        device = arguments[0].device.type
-        if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
+        if arguments[0].device.type not in ("cpu", "cuda"):
             return False
         return self._node is not None or not (differentiates and torch.is_grad_enabled())
 
@@ -69,18 +66,6 @@ class Operator:
         )
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._node = type(self.name, (torch.autograd.Function,), methods)
-
-    def register_autocast(self, cast: Callable[..., tuple[Any, ...]]) -> None:
-        """Let autocast call the operator with the arguments that `cast` returns for its own."""
-        operator = getattr(torch.ops.autoptd, self.name)
-
-        def call(*arguments: Any) -> Any:
-            arguments = cast(*arguments)
-            with torch.autocast(arguments[0].device.type, enabled=False):
-                return operator(*arguments)
-
-        for device in ("CPU", "CUDA"):
-            LIBRARY.impl(self.name, call, f"Autocast{device}")
 
 
 def define_operator(
@@ -138,8 +123,6 @@ def _load(name: str) -> Any:
 def runs_plainly(x: Tensor) -> bool:
     """Return whether a chain of torch's own operators, differentiated by torch, may stand for an operator here.
 
-    So it does where no kernel runs, no mask is drawn and autocast has no say, without the 50 microseconds that a call
-    of ours takes.
+    So it does where no kernel runs and no mask is drawn, without the 50 microseconds that a call of ours takes.
     """
-    device = x.device.type
-    return device not in kernel_devices and not (device == "cpu" and torch.is_autocast_enabled(device))
+    return x.device.type not in kernel_devices

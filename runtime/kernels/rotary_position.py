@@ -17,7 +17,7 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
     `x` is [..., s, d], as many of its elements turn as `cos` and `sin` [..., s, r] have, which are broadcast
     against it. ``rotate`` makes of the halves (a, b) of the r elements (-b, a), and with `interleaved` the same
-    of each pair. Dtypes are promoted as by ``*``, under autocast too. Raises ValueError on other shapes, and for
+    of each pair. Dtypes are promoted as by ``*``. Raises ValueError on other shapes, and for
     tables that require a gradient: they are constants.
     """
     check_operands("rotary_embedding", x=x, cos=cos, sin=sin)

@@ -57,14 +57,11 @@ def cross_entropy(
     All-reduces the row maximum, and in one tensor the row's sum of exponentials and its target logit. Columns
     past `vocabulary` are padding. Rows whose target is `ignore_index` count for nothing; the mean is over the
     others (nan when there are none). A target outside 0 to V - 1 is torch's own error. Half-precision logits
-    are summed in float32, and no float32 copy of them is kept. The loss has `dtype`: by default the logits',
-    under autocast float32. It can be differentiated once.
+    are summed in float32, and no float32 copy of them is kept. The loss has `dtype`: by default the logits'.
+    It can be differentiated once.
     """
     _check(rank, logits, target, vocabulary, reduction)
-    if dtype is None:
-        device = logits.device.type
-        autocasts = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-        dtype = widen(logits.dtype) if autocasts else logits.dtype
+    dtype = logits.dtype if dtype is None else dtype
     if leaves_to_torch(rank, logits, vocabulary):
         return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction).to(
             dtype

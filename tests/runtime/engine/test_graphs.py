@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any
@@ -280,14 +280,6 @@ def test_what_cannot_be_captured_runs_plainly_and_says_so(monkeypatch: pytest.Mo
 def test_an_unknown_choice_of_graphs_is_refused() -> None:
     with pytest.raises(ValueError, match="graphs is True; expected 'auto'"):
         compile_gpt().bind(graphs=True)
-
-
-@pytest.fixture
-def card() -> Iterator[str]:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    yield "cuda"
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.gpu

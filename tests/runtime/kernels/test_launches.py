@@ -115,8 +115,8 @@ def test_triton_tells_no_more_arguments_apart() -> None:
 
 
 @pytest.mark.gpu
-def test_a_launch_goes_to_the_current_stream_and_into_a_graph() -> None:
-    x, weight = torch.randn(64, 256, device="cuda"), torch.ones(256, device="cuda")
+def test_a_launch_goes_to_the_current_stream_and_into_a_graph(card: str) -> None:
+    x, weight = torch.randn(64, 256, device=card), torch.ones(256, device=card)
     expected = kernels.rms_norm(x, weight, 1e-5)
 
     def check(value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The elementwise kernels as operators of torch: registration, compilers, autocast, what is saved and refused."""
+"""The elementwise kernels as operators of torch: registration, what is saved and refused."""
 
 from __future__ import annotations
 
@@ -53,20 +53,6 @@ def test_operators_are_registered_as_torch_asks(name: str) -> None:
     if name.endswith("backward"):  # no gradient of a gradient
         arguments = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
     torch.library.opcheck(getattr(torch.ops.autoptd, name).default, arguments)
-
-
-@some_cases
-def test_compilers_take_them(name: str) -> None:
-    case = CASES[name]
-    eager, compiled = (case.make((2, 3, 8), torch.float32, CPU) for _ in range(2))
-    function = torch.compile(case.kernel, backend="aot_eager", fullgraph=True)
-    expected, found = case.kernel(*eager), function(*compiled)
-    assert torch.equal(expected, found)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    for one, other in zip(eager, compiled, strict=True):
-        if one.requires_grad:
-            torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=0)
 
 
 class Listener(TorchDispatchMode):
@@ -132,17 +118,6 @@ def test_vmap_takes_them(name: str) -> None:
     torch.testing.assert_close(torch.func.vmap(case.kernel)(*batched), expected)
 
 
-def test_a_compiled_dropout_follows_the_step() -> None:
-    rank = make_rank()
-    function = torch.compile(lambda x: kernels.dropout(rank, x, 0.5, 1), backend="eager")
-    x, masks = torch.ones(2, 64), []
-    for call in range(4):
-        rank.randomness.call = call
-        masks.append(function(x))
-        assert torch.equal(masks[-1], kernels.dropout(rank, x, 0.5, 1))
-    assert not torch.equal(masks[0], masks[3])
-
-
 @some_cases
 def test_shapes_on_meta_are_those_of_the_cpu(name: str) -> None:
     case = CASES[name]
@@ -201,40 +176,6 @@ def test_dtypes_are_promoted_as_torch_does() -> None:
     summed.sum().backward()
     assert kernels.gated_product(half, draw(3, 8)).dtype == torch.float32
     assert kernels.rotary_embedding(half, torch.ones(3, 8), torch.ones(3, 8)).dtype == torch.float32
-
-
-def test_under_autocast_a_bias_is_cast_as_that_of_a_linear() -> None:
-    x, weight, bias, residual = draw(3, 8), draw(8, 8), draw(8), draw(3, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = functional.gelu(functional.linear(x, weight, bias))
-        fused = kernels.bias_gelu(functional.linear(x, weight), bias)
-        added = kernels.bias_dropout_add(RANK, functional.linear(x, weight), bias, residual)
-        wanted = functional.linear(x, weight, bias) + residual
-    assert (fused.dtype, added.dtype) == (plain.dtype, wanted.dtype) == (torch.bfloat16, torch.float32)
-    torch.testing.assert_close(fused, plain, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(added, wanted, rtol=0.02, atol=0.02)
-    fused.sum().backward()
-    assert bias.grad is not None
-    assert bias.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ["gated silu", "rotary partial"])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)])
-def test_under_autocast_products_are_promoted_as_the_chains(
-    name: str, dtypes: tuple[torch.dtype, torch.dtype]
-) -> None:
-    case = CASES[name]
-    operands = case.make((2, 3, 8), torch.float64, CPU)
-    first, *others = (
-        x.detach().to(dtypes[min(i, 1)]).requires_grad_(x.requires_grad) for i, x in enumerate(operands)
-    )
-    with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = (function(first, *others) for function in (case.kernel, case.chain))
-    assert found.dtype is wanted.dtype
-    torch.testing.assert_close(found, wanted, rtol=0.03, atol=0.03)
-    gradient, expected = (torch.autograd.grad(value.sum(), first)[0] for value in (found, wanted))
-    assert gradient.dtype is torch.bfloat16
-    torch.testing.assert_close(gradient, expected, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
