@@ -6,7 +6,7 @@ have arrived, or at the end of the step; a receive is waited for by the forward 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +27,13 @@ from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slot
 from autoptd.runtime.randomness import as_signed
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
+
+_BUFFERS = {
+    Kind.SEND_OUTPUT: "departure",
+    Kind.RECEIVE_INPUT: "arrival",
+    Kind.SEND_GRADIENT: "gradient_departure",
+    Kind.RECEIVE_GRADIENT: "gradient_arrival",
+}
 
 # A function that runs an action, the action, the stage whose first forward it is, and that whose last backward it is.
 Step = tuple[Callable[[], None], Action, int | None, int | None]
@@ -168,20 +175,12 @@ class Executor:
         self._manifest = manifest
         self._device = connection.rank.device
         here = connection.rank.coordinates.pipeline
-        slots: dict[int, dict[int, int]] = defaultdict(dict)
-        for (index, microbatch), slot in assign_slots(schedule[here]).items():
-            slots[index][microbatch] = slot
+        slots = assign_slots(schedule[here])
         self.stages = {
-            index: StageRun(
-                manifest,
-                connection.rank,
-                manifest.stages[index],
-                functions[index],
-                self.measured,
-                slots[index],
-                graphs,
+            stage.index: StageRun(
+                manifest, connection.rank, stage, functions[stage.index], self.measured, slots[stage.index], graphs
             )
-            for index in range(here, len(manifest.stages), manifest.mesh.pipeline)
+            for stage in manifest.stages[here :: manifest.mesh.pipeline]
         }
         for boundary in range(len(manifest.stages) - 1):
             self._join(boundary)
@@ -220,16 +219,8 @@ class Executor:
 
     def _buffer(self, action: Action) -> Buffer | None:
         """Return the buffer that `action` sends from or receives into; None where the stage or boundary is not here."""
-        stage = self.stages.get(action.stage)
-        if stage is None:
-            return None
-        buffers: Mapping[Kind, Buffer | None] = {
-            Kind.SEND_OUTPUT: stage.departure,
-            Kind.RECEIVE_INPUT: stage.arrival,
-            Kind.SEND_GRADIENT: stage.gradient_departure,
-            Kind.RECEIVE_GRADIENT: stage.gradient_arrival,
-        }
-        return buffers.get(action.kind)
+        found: Buffer | None = getattr(self.stages.get(action.stage), _BUFFERS.get(action.kind, ""), None)
+        return found
 
     def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
         """Yield each action as a `Step`."""

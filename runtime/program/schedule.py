@@ -169,17 +169,17 @@ def peak_in_flight(actions: Iterable[Action]) -> int:
     return max((sum(held.values()) for held in find_in_flight(actions)), default=0)
 
 
-def assign_slots(actions: Iterable[Action]) -> dict[tuple[int, int], int]:
-    """Return, by stage and microbatch, the place in which the stage holds the microbatch: the lowest that is free.
+def assign_slots(actions: Iterable[Action]) -> dict[int, dict[int, int]]:
+    """Return, by stage and microbatch, the slot that holds the microbatch: the lowest that is free.
 
-    A stage has as many places as it has microbatches in flight at its peak.
+    A stage has as many slots as it has microbatches in flight at its peak.
     """
     taken: dict[int, dict[int, int]] = defaultdict(dict)
-    found = {}
+    found: dict[int, dict[int, int]] = defaultdict(dict)
     for stage, kind, microbatch in actions:
         if kind is Kind.FORWARD:
             slot = next(i for i in range(len(taken[stage]) + 1) if i not in taken[stage].values())
-            taken[stage][microbatch] = found[stage, microbatch] = slot
+            taken[stage][microbatch] = found[stage][microbatch] = slot
         elif kind is Kind.BACKWARD:
             taken[stage].pop(microbatch, None)
     return found

@@ -11,7 +11,14 @@ from typing import Any, cast
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from autoptd.runtime.program.schedule import Action, Kind, Schedule, make_schedule, peak_in_flight
+from autoptd.runtime.program.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    assign_slots,
+    make_schedule,
+    peak_in_flight,
+)
 
 RANKS = [*range(1, 17), 24]
 Shape = tuple[str, int, int, int]
@@ -128,6 +135,25 @@ def test_peak_in_flight(p: int) -> None:
 
 def test_peak_in_flight_of_gpipe() -> None:
     assert [peak_in_flight(row) for row in make_schedule("gpipe", 3, 5, 2)] == [10, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v"), [("gpipe", 3, 5, 1), ("1f1b", 4, 9, 1), ("interleaved_1f1b", 4, 8, 3)]
+)
+def test_no_two_microbatches_in_flight_share_a_slot(name: str, p: int, m: int, v: int) -> None:
+    """And a stage has no more slots than microbatches in flight at its peak."""
+    for actions in make_schedule(name, p, m, v):
+        slots = assign_slots(actions)
+        held: dict[int, set[int]] = {stage: set() for stage in slots}
+        peaks = dict.fromkeys(slots, 0)
+        for stage, kind, microbatch in actions:
+            if kind is Kind.FORWARD:
+                assert slots[stage][microbatch] not in held[stage]
+                held[stage].add(slots[stage][microbatch])
+                peaks[stage] = max(peaks[stage], len(held[stage]))
+            elif kind is Kind.BACKWARD:
+                held[stage].remove(slots[stage][microbatch])
+        assert {stage: max(own.values()) + 1 for stage, own in slots.items()} == peaks
 
 
 def test_receives_are_posted_one_compute_action_ahead() -> None:
