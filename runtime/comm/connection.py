@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TypeVar
 
@@ -68,7 +68,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
     mesh = manifest.mesh
     check_world_size(mesh)
     if mesh.size == 1:
-        return _join(manifest, Rank.local(mesh, device=device), {}, {}, LocalGroup(), ProcessGroupCache())
+        return _join(manifest, Connection(Rank.local(mesh, device=device)), {})
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     default = dist.group.WORLD
@@ -82,7 +82,8 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
         if rank.number in members:
             tied[owners] = ProcessGroup(group, device)
     world = ProcessGroup(groups.world or default, device)
-    return _join(manifest, rank, process_channels(mesh, device), tied, world, groups)
+    connection = Connection(rank, tied=tied, world=world, groups=groups)
+    return _join(manifest, connection, process_channels(mesh, device))
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
@@ -100,12 +101,11 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
             tied[member][owners] = ThreadGroup(rendezvous, index)
     channels = thread_channels(mesh, world)
     everyone = ThreadRendezvous(world, mesh.size, "group of all ranks")
-    connections = [
-        _join(manifest, rank, channels, tied[own], ThreadGroup(everyone, own), ProcessGroupCache())
-        for own, rank in enumerate(ranks)
-    ]
-    for connection in connections:
-        connection.position = ThreadPosition(world)
+    connections = []
+    for own, rank in enumerate(ranks):
+        group, position = ThreadGroup(everyone, own), ThreadPosition(world)
+        connection = Connection(rank, tied=tied[own], world=group, position=position)
+        connections.append(_join(manifest, connection, channels))
     return world.run(body, connections)
 
 
@@ -139,18 +139,14 @@ def _tied_groups(manifest: Manifest) -> Iterator[tuple[Owners, tuple[int, ...]]]
 
 
 def _join(
-    manifest: Manifest,
-    rank: Rank,
-    channels: Mapping[tuple[int, int], Channel],
-    tied: Mapping[Owners, Group],
-    world: Group,
-    groups: ProcessGroupCache,
+    manifest: Manifest, connection: Connection, channels: Mapping[tuple[int, int], Channel]
 ) -> Connection:
+    rank = connection.rank
     rank.randomness.seed = manifest.seed
     at, own = rank.mesh.coordinates, rank.number
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
-    return Connection(rank, outgoing, incoming, tied, world, groups=groups)
+    return replace(connection, outgoing=outgoing, incoming=incoming)
 
 
 def _open_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:

@@ -115,21 +115,17 @@ class ProcessChannel(Channel):
 
     def connect(self, device: torch.device) -> None:
         """Pass one element, uncounted; return when both ends are connected."""
-        x = torch.zeros(1, device=device)
-        if dist.get_rank() == self.source:
-            require_work(dist.isend(x, self.destination, self.group)).wait()
-        else:
-            require_work(dist.irecv(x, self.source, self.group)).wait()
+        x, sends = torch.zeros(1, device=device), dist.get_rank() == self.source
+        post, peer = (dist.isend, self.destination) if sends else (dist.irecv, self.source)
+        require_work(post(x, peer, self.group)).wait()
 
 
 def neighbours(mesh: Mesh) -> list[tuple[int, int]]:
     """Return all ordered pairs of global ranks that are pipeline neighbours, first and last included, ascending."""
-    pairs = set()
-    for rank in range(mesh.size):
-        line = mesh.group("pipeline", rank)
-        following = line[(line.index(rank) + 1) % len(line)]
-        pairs |= {(rank, following), (following, rank)}
-    return sorted(pair for pair in pairs if pair[0] != pair[1])
+    around = [
+        pair for line in mesh.groups("pipeline") for pair in zip(line, line[1:] + line[:1], strict=True)
+    ]
+    return sorted({pair for a, b in around if a != b for pair in ((a, b), (b, a))})
 
 
 def thread_channels(mesh: Mesh, world: ThreadWorld) -> dict[tuple[int, int], ThreadChannel]:

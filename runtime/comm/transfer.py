@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -38,25 +39,18 @@ class LocalBoundary:
         self.clear = self._held.clear
 
 
+@dataclass(eq=False)
 class SendBuffer:
     """The sending end of one direction of a stage boundary; `sent` counts its elements under `label`."""
 
-    def __init__(
-        self,
-        boundaries: Sequence[Boundary],
-        channel: Channel,
-        tensor: Group,
-        scatter_gather: bool,
-        sent: Counter[str],
-        label: str,
-    ) -> None:
-        self._channel = channel
-        self._tensor = tensor
-        self._expected = [
-            (b.name, b.shape, b.dtype, is_scattered(b, tensor.size, scatter_gather)) for b in boundaries
-        ]
-        self._sent = sent
-        self._label = label
+    boundaries: Sequence[Boundary]
+    channel: Channel
+    tensor: Group
+    scatter_gather: bool
+    sent: Counter[str]
+    label: str
+
+    def __post_init__(self) -> None:
         self._held: dict[int, Sequence[Tensor]] = {}
         self._last: dict[int, int] = {}  # number of each microbatch's last message
         self.put = self._held.__setitem__
@@ -67,25 +61,25 @@ class SendBuffer:
 
     def send(self, microbatch: int) -> None:
         """Post the tensors of `microbatch`; never wait."""
-        for tensor, expected in zip(self._held.pop(microbatch), self._expected, strict=True):
-            name, shape, dtype, scattered = expected
-            if tensor.shape != shape or tensor.dtype is not dtype:
+        for tensor, boundary in zip(self._held.pop(microbatch), self.boundaries, strict=True):
+            if tensor.shape != boundary.shape or tensor.dtype is not boundary.dtype:
                 raise ValueError(
-                    f"{name} crosses {self._label} as {tensor.dtype}{list(tensor.shape)}, expected "
-                    f"{dtype}{list(shape)}: correct the stage's text, or compile again"
+                    f"{boundary.name} crosses {self.label} as {tensor.dtype}{list(tensor.shape)}, expected "
+                    f"{boundary.dtype}{list(boundary.shape)}: correct the stage's text, or compile again"
                 )
             piece = tensor.contiguous()
-            if scattered:
-                piece = piece.view(self._tensor.size, -1)[self._tensor.index]
-            self._last[microbatch] = self._channel.send(piece)
-            self._sent[self._label] += piece.numel()
+            if is_scattered(boundary, self.tensor.size, self.scatter_gather):
+                piece = piece.view(self.tensor.size, -1)[self.tensor.index]
+            self._last[microbatch] = self.channel.send(piece)
+            self.sent[self.label] += piece.numel()
 
     def release(self, microbatch: int) -> None:
         """Release the tensors of `microbatch`, which has arrived, and all that were sent before it over the channel."""
         if microbatch in self._last:  # not without boundary tensors, or in a step without backwards
-            self._channel.release(self._last[microbatch])
+            self.channel.release(self._last[microbatch])
 
 
+@dataclass(eq=False)
 class RecvBuffer:
     """The receiving end of one direction of a stage boundary.
 
@@ -93,39 +87,33 @@ class RecvBuffer:
     messages of this rank have arrived too.
     """
 
-    def __init__(
-        self,
-        boundaries: Sequence[Boundary],
-        channel: Channel,
-        tensor: Group,
-        scatter_gather: bool,
-        device: torch.device,
-    ) -> None:
-        self._channel = channel
-        self._tensor = tensor
-        self._device = device
-        self._expected: list[tuple[tuple[int, ...], torch.dtype, tuple[int, ...] | None]] = []
-        for boundary in boundaries:
-            scattered = is_scattered(boundary, tensor.size, scatter_gather)
-            piece = (prod(boundary.shape) // tensor.size,) if scattered else boundary.shape
-            self._expected.append((piece, boundary.dtype, boundary.shape if scattered else None))
-        self.acknowledge: dict[int, Callable[[], None]] = {}
+    boundaries: Sequence[Boundary]
+    channel: Channel
+    tensor: Group
+    scatter_gather: bool
+    device: torch.device
+    acknowledge: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._scattered = [is_scattered(b, self.tensor.size, self.scatter_gather) for b in self.boundaries]
         self._posted: dict[int, list[Posted[Tensor]]] = {}
         self.clear = self._posted.clear
 
     def post(self, microbatch: int) -> None:
         """Post the receives of `microbatch`'s tensors."""
-        self._posted[microbatch] = [
-            self._channel.receive(shape, dtype, self._device) for shape, dtype, _ in self._expected
-        ]
+        posted = self._posted[microbatch] = []
+        for boundary, scattered in zip(self.boundaries, self._scattered, strict=True):
+            shape = (prod(boundary.shape) // self.tensor.size,) if scattered else boundary.shape
+            posted.append(self.channel.receive(shape, boundary.dtype, self.device))
 
     def take(self, microbatch: int) -> list[Tensor]:
         """Wait for `microbatch`'s tensors and return them as the stage takes them."""
         tensors = []
-        for posted, (*_, whole) in zip(self._posted.pop(microbatch), self._expected, strict=True):
+        received = zip(self.boundaries, self._scattered, self._posted.pop(microbatch), strict=True)
+        for boundary, scattered, posted in received:
             piece = posted.wait()
-            if whole is not None:
-                piece = torch.cat(self._tensor.all_gather(piece)).view(whole)
+            if scattered:
+                piece = torch.cat(self.tensor.all_gather(piece)).view(boundary.shape)
             tensors.append(piece)
         if tensors and microbatch in self.acknowledge:  # no tensor proves nothing
             self.acknowledge[microbatch]()

@@ -30,9 +30,11 @@ def write_fields(fields: Mapping[str, Any]) -> str:
     lines = []
     for name, value in fields.items():
         if isinstance(value, (dict, list)) and value and name != "mesh":
-            items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
-            rows = [f"{_key(key)}{json.dumps(item)}" for key, item in items]
-            opening, closing = "{}" if isinstance(value, dict) else "[]"
+            opening, closing = "[]"
+            rows = [json.dumps(item) for item in (value.values() if isinstance(value, dict) else value)]
+            if isinstance(value, dict):
+                opening, closing = "{}"
+                rows = [f"{json.dumps(key)}: {row}" for key, row in zip(value, rows, strict=True)]
             text = f"{opening}\n  " + ",\n  ".join(rows) + f"\n {closing}"
         else:
             text = json.dumps(value)
@@ -51,10 +53,6 @@ def from_json(text: str, filename: str = "manifest.json") -> Manifest:
         raise ValueError(f"{filename}: format is {found!r}, expected {FORMAT!r}; save the program again")
     manifest: Manifest = decode(Manifest, fields, filename)
     return manifest
-
-
-def _key(key: str | None) -> str:
-    return "" if key is None else f"{json.dumps(key)}: "
 
 
 def encode(value: Any) -> Any:
@@ -84,7 +82,9 @@ def decode(kind: Any, value: Any, place: str) -> Any:
     if kind is Any:
         return value
     if kind is Mesh:
-        return _decode_mesh(_expect(value, dict, place), place)
+        _require(TORCH_DIMS, _expect(value, dict, place), place)
+        kinds = {**dict.fromkeys(value, int), "ranks": tuple[int, ...] | None}
+        return Mesh(**{key: decode(kinds[key], item, f"{place}: {key}") for key, item in value.items()})
     if kind is Placement:
         return Placement(**decode(dict[str, AxisPlacement], value, place))
     if kind is AxisPlacement:
@@ -125,16 +125,6 @@ def _decode_fields(kind: Any, table: dict[str, Any], place: str) -> Any:
             raise ValueError(f"{place}: unknown key {key!r}; {hint}")
     _require(required, table, place)
     return kind(**{key: decode(types_by_name[key], value, f"{place}: {key}") for key, value in table.items()})
-
-
-def _decode_mesh(table: dict[str, Any], place: str) -> Mesh:
-    _require(TORCH_DIMS, table, place)
-    return Mesh(
-        **{
-            key: decode(tuple[int, ...] | None if key == "ranks" else int, value, f"{place}: {key}")
-            for key, value in table.items()
-        }
-    )
 
 
 def _require(names: Iterable[str], table: dict[str, Any], place: str) -> None:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from traceback import walk_tb
-from types import CodeType
 from typing import Any
 
 from autoptd.runtime.program.lifetimes import end_values
@@ -41,7 +40,12 @@ def read_program(text: str, filename: str) -> ProgramText:
 
     This runs the text's code. Raises ValueError with file and line if it is no rank program.
     """
-    code = _compile(text, filename)
+    try:
+        with _PARSER:
+            code = compile(end_values(ast.parse(text, filename)), filename, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        shown = "".join(text.splitlines()[(error.lineno or 0) - 1 : error.lineno]).strip()
+        raise ValueError(f"{filename}:{error.lineno}: {error.msg}: {shown}") from error
     # An entry without a modification time is kept: the text need not lie on disk.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"__name__": filename.removesuffix(".py"), "__file__": filename}
@@ -69,15 +73,6 @@ def line_of(error: BaseException, filename: str) -> int:
     frames = walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == filename]
     return lines[-1] if lines else 0
-
-
-def _compile(text: str, filename: str) -> CodeType:
-    try:
-        with _PARSER:
-            return compile(end_values(ast.parse(text, filename)), filename, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        shown = "".join(text.splitlines()[(error.lineno or 0) - 1 : error.lineno]).strip()
-        raise ValueError(f"{filename}:{error.lineno}: {error.msg}: {shown}") from error
 
 
 def _read_schedule(

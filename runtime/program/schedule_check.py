@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from autoptd.runtime.program.schedule import COMPUTING, Action, Kind, Schedule
 
@@ -107,9 +108,12 @@ def _check_rank(rank: int, actions: Sequence[Action], p: int, v: int, m: int) ->
                 )
             next_backward[stage] = microbatch + 1
         done.add(action)
-    for missing in _expected(rank, p, v, m):
-        if missing not in done:
-            raise ScheduleError(_describe_missing(rank, Action(*missing), p, m))
+    # All that a rank has to do but for receives, which its compute actions have already asked for.
+    for stage in stages:
+        sends = [kind.send for kind in COMPUTING if p > 1 and 0 <= stage + kind.direction < p * v]
+        for kind, microbatch in product((*COMPUTING, *sends), range(m)):
+            if (stage, kind, microbatch) not in done:
+                raise ScheduleError(_describe_missing(rank, Action(stage, kind, microbatch), p, m))
 
 
 def _needed(stage: int, kind: Kind, p: int, last: int) -> list[tuple[int, Kind]] | None:
@@ -128,14 +132,6 @@ def _needed(stage: int, kind: Kind, p: int, last: int) -> list[tuple[int, Kind]]
     return needed
 
 
-def _expected(rank: int, p: int, v: int, m: int) -> Iterator[Key]:
-    """List all that a rank has to do, but for receives, which its compute actions have already asked for."""
-    for stage in range(rank, p * v, p):
-        kinds = list(COMPUTING)
-        kinds += [kind.send for kind in kinds if p > 1 and 0 <= stage + kind.direction < p * v]
-        yield from ((stage, kind, microbatch) for kind in kinds for microbatch in range(m))
-
-
 def _describe_missing(rank: int, missing: Action, p: int, m: int) -> str:
     if missing.kind.computes:
         return (
@@ -151,24 +147,22 @@ def _describe_missing(rank: int, missing: Action, p: int, m: int) -> str:
 
 def _check_channels(schedule: Schedule, p: int) -> None:
     """Check that each channel's receives are posted in the order of its sends."""
+    sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.kind.receives:
+            if action.kind.sends:
+                sends[rank, (action.stage + action.kind.direction) % p].append(action)
+            elif action.kind.receives:
                 receives[(action.stage - action.kind.direction) % p, rank].append(action)
-    arriving = {channel: enumerate(actions) for channel, actions in receives.items()}
-    for source, actions in enumerate(schedule):
-        for action in actions:
-            if not action.kind.sends:
-                continue
-            expected = action.counterpart
-            destination = expected.stage % p
-            # Every value is sent and received exactly once by now: the two ends differ in order, if at all.
-            index, found = next(arriving[source, destination])
-            if found != expected:
+    for (source, destination), sent in sends.items():
+        # Every value is sent and received exactly once by now: the two ends differ in order, if at all.
+        ends = zip(sent, receives[source, destination], strict=True)
+        for index, (action, found) in enumerate(ends):
+            if found != action.counterpart:
                 raise ScheduleError(
                     f"rank {destination}: {found} is message {index} from rank {source}, which sends "
-                    f"{action} there: expected {expected}, receives in the order of the sends"
+                    f"{action} there: expected {action.counterpart}, receives in the order of the sends"
                 )
 
 
