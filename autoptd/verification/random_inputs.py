@@ -12,7 +12,7 @@ from autoptd.loss import find_lookups, find_sources
 from autoptd.passes.ir.program import Program
 from autoptd.runtime.program.manifest import Input, Manifest
 from autoptd.runtime.program.placement import Parameter
-from autoptd.runtime.weights.slices import all_names, find_tensor, has_values
+from autoptd.runtime.weights.slices import all_names, find_name, has_values
 from autoptd.verification.float64 import promote
 from autoptd.weights.sources import Overlay, read_weights
 
@@ -41,7 +41,7 @@ def draw_weights(
     for name, parameter in manifest.parameters.items():
         if parameter.kind == "constant":
             continue
-        whole = find_tensor(manifest, source, name)
+        whole = source[find_name(manifest, source, name)]
         if tuple(whole.shape) != tuple(parameter.shape):
             raise ValueError(
                 f"{name} has shape {list(whole.shape)} in the model or the given weights, {list(parameter.shape)} in "

@@ -133,9 +133,8 @@ def _tied_groups(manifest: Manifest) -> Iterator[tuple[Owners, tuple[int, ...]]]
     mesh = manifest.mesh
     sets = {manifest.owners(name) for name, p in manifest.parameters.items() if p.kind == "parameter"}
     for owners in sorted(ranks for ranks in sets if len(ranks) > 1):
-        for data in range(mesh.data):
-            for tensor in range(mesh.tensor):
-                yield owners, tuple(mesh.rank_of(data, pipeline, tensor) for pipeline in owners)
+        for line in mesh.groups("pipeline"):
+            yield owners, tuple(line[pipeline] for pipeline in owners)
 
 
 def _join(

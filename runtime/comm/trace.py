@@ -58,7 +58,11 @@ def write_trace(
     may begin while the last backwards run, on one more; so are the all-reduces of the tensor ranks. `about` names the
     origin of the times.
     """
-    events = list(_number_threads(_trace_events(rows, phases, memory), len(rows)))
+    events = list(_trace_events(rows, phases, memory))
+    for event in events:
+        # Perfetto joins threads with equal numbers, and puts the one with its process's number first.
+        if "tid" in event:
+            event["tid"] = event["tid"] * len(rows) + event["pid"]
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
     text = json.dumps(trace, separators=(",", ":"))
     data = text.encode()
@@ -90,15 +94,6 @@ def _trace_events(
         for at, held in course:
             place = {"name": "memory", "ph": "C", "pid": rank}
             yield place | {"ts": _nanoseconds(at) / 1000, "args": {"bytes": held}}
-
-
-def _number_threads(events: Iterator[dict[str, Any]], num_ranks: int) -> Iterator[dict[str, Any]]:
-    """Give every thread its own number, and the first of a process the number of the process.
-
-    Perfetto joins threads with equal numbers, and puts the one with its process's number first.
-    """
-    for event in events:
-        yield event | {"tid": event["tid"] * num_ranks + event["pid"]} if "tid" in event else event
 
 
 def _thread(entry: TimelineEntry, num_ranks: int) -> int:

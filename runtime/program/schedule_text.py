@@ -96,7 +96,10 @@ def parse_schedule(text: str) -> tuple[Action, ...]:
         assert match is not None, "the word pattern takes any character"
         start, end = end, match.end()
         if match["token"]:
-            rows[-1].append(_parse_token(match["token"], text, end))
+            try:
+                rows[-1].append(Action.parse(match["token"]))
+            except ValueError as error:
+                raise ValueError(f"{_line(text, end)}: {error}") from error
         elif match["open"]:
             rows.append([])
         elif match["close"] and len(rows) > 1:
@@ -240,16 +243,8 @@ def _repeat(actions: Sequence[Action], times: int, step: int) -> list[Action]:
 
 
 def _end_section(actions: list[Action], section: tuple[int, int, int]) -> None:
-    """Repeat the line that ends here."""
     start, times, step = section
     actions[start:] = _repeat(actions[start:], times, step)
-
-
-def _parse_token(token: str, text: str, end: int) -> Action:
-    try:
-        return Action.parse(token)
-    except ValueError as error:
-        raise ValueError(f"{_line(text, end)}: {error}") from error
 
 
 def _line(text: str, end: int) -> str:

@@ -120,11 +120,6 @@ def is_meta(tensors: Mapping[str, Tensor], name: str) -> bool:
     return tensors.is_meta(name) if isinstance(tensors, Stored) else tensors[name].is_meta
 
 
-def find_tensor(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return the tensor stored as `name`, or under one of its aliases; ValueError if it is missing."""
-    return tensors[find_name(manifest, tensors, name)]
-
-
 def find_name(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> str:
     """Return the name or alias of the tensor stored as `name` that is in `tensors`; ValueError if none is."""
     for candidate in all_names(manifest, name):
@@ -249,14 +244,12 @@ def register_slices(root: nn.Module, manifest: Manifest, slices: Mapping[str, Te
     Aliases come last, as in the user's modules, so that a tied tensor is listed under the name it is stored under.
     """
     modules = {"": root}
-    tensors = {
-        name: nn.Parameter(slices[name], manifest.parameters[name].requires_grad)
-        if manifest.parameters[name].kind == "parameter"
-        else slices[name]
-        for name in slices
-    }
+    tensors = dict(slices)
+    for name, own in slices.items():
+        if manifest.parameters[name].kind == "parameter":
+            tensors[name] = nn.Parameter(own, manifest.parameters[name].requires_grad)
     aliases = {alias: name for alias, name in manifest.aliases.items() if name in slices}
-    for name, stored in {**{name: name for name in slices}, **aliases}.items():
+    for name, stored in ({name: name for name in slices} | aliases).items():
         path, _, leaf = name.rpartition(".")
         module, tensor = _open_path(modules, path, manifest.layers), tensors[stored]
         if isinstance(tensor, nn.Parameter):
@@ -286,7 +279,7 @@ def load_whole(
     check_proved(manifest, state)
     check_tied(manifest, state)
     # All are looked up before any is changed.
-    whole = {name: find_tensor(manifest, state, name) for name in names}
+    whole = {name: state[find_name(manifest, state, name)] for name in names}
     with torch.no_grad():
         for name, own in slices.items():
             if name not in whole:

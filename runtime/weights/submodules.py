@@ -45,8 +45,7 @@ class BoundModule(nn.Module):
         return nn.Module._apply(self, *args, **kwargs)
 
     def _await(self) -> None:
-        wait = self.arrive() if self.arrive is not None else None
-        if wait is not None:
+        if self.arrive is not None and (wait := self.arrive()) is not None:
             wait()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
