@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -48,63 +48,6 @@ DTYPES = {
 }
 
 
-@dataclass
-class Writer:
-    """The files that rank 0 writes under temporary names, and the first error; other ranks write none."""
-
-    folder: Path
-    rank: Rank
-    files: list[str] = field(default_factory=list)
-    error: OSError | None = None
-
-    def write(self, name: str, header: bytes, tensors: Iterator[Tensor | None]) -> None:
-        """Write one file; take all tensors, which the ranks gather together, after an error too."""
-        try:
-            if self.rank.number == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self.files.append(name)
-                with open(self.folder / (name + PARTIAL), "wb") as file:
-                    file.write(header)
-                    for tensor in tensors:
-                        assert tensor is not None
-                        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-                    file.flush()
-                    os.fsync(file.fileno())
-        except OSError as error:
-            self.error = error
-        for _ in tensors:
-            pass
-        self._agree()
-
-    def commit(self, index: Mapping[str, object] | None) -> None:
-        """Give all files their names, the index last, in place of the files of an earlier model."""
-        try:
-            if self.files:
-                # First, so that no reader takes old and new files for one model.
-                (self.folder / INDEX).unlink(missing_ok=True)
-                for file in self.folder.iterdir():
-                    if file.name == WHOLE or SHARD.fullmatch(file.name):
-                        file.unlink()
-                for name in self.files:
-                    os.replace(self.folder / (name + PARTIAL), self.folder / name)
-                if index is not None:
-                    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-                    (self.folder / (INDEX + PARTIAL)).write_text(text, encoding="utf-8")
-                    os.replace(self.folder / (INDEX + PARTIAL), self.folder / INDEX)
-        except OSError as error:
-            self.error = error
-        self._agree()
-
-    def _agree(self) -> None:
-        """Raise OSError on all ranks, and leave no unfinished file, if rank 0 could not write."""
-        failed = torch.tensor([int(self.error is not None)], device=self.rank.device)
-        if not self.rank.maximum(failed).item():
-            return
-        for name in (*self.files, INDEX) if self.files else ():
-            (self.folder / (name + PARTIAL)).unlink(missing_ok=True)
-        raise self.error or OSError("rank 0 could not write the model; its error message has the reason")
-
-
 def write_pretrained(
     manifest: Manifest,
     rank: Rank,
@@ -118,11 +61,47 @@ def write_pretrained(
     0 could not write: the folder is then as it was, unless the error came while the files were renamed.
     """
     shards = plan_shards(manifest, read_size(max_shard_size))
-    writer = Writer(Path(folder), rank)
-    for file, names in shards.items():
-        tensors = (gather_tensor(manifest, rank, slices, name) for name in names)
-        writer.write(file, make_header([manifest.parameters[name] for name in names]), tensors)
-    writer.commit(make_index(manifest, shards) if len(shards) > 1 else None)
+    tensors = (gather_tensor(manifest, rank, slices, name) for names in shards.values() for name in names)
+    error: OSError | None = None
+    if rank.number == 0:
+        try:
+            _write_files(manifest, shards, tensors, Path(folder))
+        except OSError as found:
+            error = found
+    for _ in tensors:  # the ranks gather them together, after an error too
+        pass
+    if rank.maximum(torch.tensor([int(error is not None)], device=rank.device)).item():
+        raise error or OSError("rank 0 could not write the model; its error message has the reason")
+
+
+def _write_files(
+    manifest: Manifest, shards: Mapping[str, Sequence[str]], tensors: Iterator[Tensor | None], folder: Path
+) -> None:
+    """Write files under temporary names, then give all their names, the index last, in place of an earlier model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for name, kept in shards.items():
+            with open(folder / (name + PARTIAL), "wb") as file:
+                file.write(make_header([manifest.parameters[own] for own in kept]))
+                for tensor in islice(tensors, len(kept)):
+                    assert tensor is not None
+                    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.flush()
+                os.fsync(file.fileno())
+        # First, so that no reader takes old and new files for one model.
+        (folder / INDEX).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if path.name == WHOLE or SHARD.fullmatch(path.name):
+                path.unlink()
+        for name in shards:
+            os.replace(folder / (name + PARTIAL), folder / name)
+        if len(shards) > 1:
+            text = json.dumps(make_index(manifest, shards), indent=2, sort_keys=True) + "\n"
+            (folder / (INDEX + PARTIAL)).write_text(text, encoding="utf-8")
+            os.replace(folder / (INDEX + PARTIAL), folder / INDEX)
+    finally:
+        for name in (*shards, INDEX):  # those that an error left
+            (folder / (name + PARTIAL)).unlink(missing_ok=True)
 
 
 def plan_shards(manifest: Manifest, limit: int) -> dict[str, list[str]]:
