@@ -66,10 +66,10 @@ class Counted:
 class Group(Counted, ABC):
     """The ranks along one axis of the mesh, as one of them sees it: `index` of `size`.
 
-    A group of one never communicates and counts nothing; the kinds of calls are "all_reduce", "all_gather",
-    "broadcast" and "reduce_scatter". All ranks must post and wait for their collectives in one order, other calls
-    included, and must not touch a posted collective's tensors before they have waited for it. Here, posted collectives
-    complete at once.
+    A group of one is a `LocalGroup`, which never communicates and counts nothing; the kinds of calls are "all_reduce",
+    "all_gather", "broadcast" and "reduce_scatter". All ranks must post and wait for their collectives in one order,
+    other calls included, and must not touch a posted collective's tensors before they have waited for it. Here, posted
+    collectives complete at once.
     """
 
     def __init__(self, size: int, index: int) -> None:
@@ -78,12 +78,6 @@ class Group(Counted, ABC):
         super().__init__()
         self.size = size
         self.index = index
-
-    def _counts(self, kind: str, *tensors: Tensor) -> bool:
-        """Return whether the group has other ranks; if so, count the call."""
-        if self.size > 1:
-            self.count(kind, sum(x.numel() for x in tensors))
-        return self.size > 1
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
@@ -125,15 +119,13 @@ class ProcessGroup(Group):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        if not self._counts("all_reduce", x):
-            return x
+        self.count("all_reduce", x.numel())
         x = x.contiguous()
         dist.all_reduce(x, OPERATIONS[op], group=self.group)
         return x
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        if not self._counts("all_gather", x):
-            return [x]
+        self.count("all_gather", x.numel())
         gathered = x.new_empty((self.size * x.numel(),))
         own = x.detach().resolve_conj().contiguous().view(-1)
         # As bytes, since NCCL and gloo do not know all dtypes; in `broadcast` too.
@@ -141,28 +133,24 @@ class ProcessGroup(Group):
         return list(gathered.view(self.size, *x.shape).unbind())
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        if not self._counts("broadcast", x):
-            return x
+        self.count("broadcast", x.numel())
         x = x.contiguous()
         dist.broadcast(x.view(-1).view(torch.uint8), group=self.group, group_src=source)
         return x
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
-        if not self._counts("all_reduce", *tensors):
-            return Running(list(tensors))
         flat = _flatten(tensors)
+        self.count("all_reduce", flat.numel())
         work = require_work(dist.all_reduce(flat, group=self.group, async_op=True))
         return Running(_split_like(flat, tensors), work)
 
     def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
-        if not self._counts("reduce_scatter", x):
-            return Running([x])
+        self.count("reduce_scatter", x.numel())
         own = x.new_empty(x.numel() // self.size)
         return Running([own], require_work(reduce_scatter_single(own, x, group=self.group, async_op=True)))
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
-        if not self._counts("all_gather", x):
-            return Running(into.copy_(x))
+        self.count("all_gather", x.numel())
         return Running(into, require_work(all_gather_single(into, x, group=self.group, async_op=True)))
 
 
@@ -202,8 +190,7 @@ class ThreadGroup(Group):
         self.rendezvous = rendezvous
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        if not self._counts("all_reduce", x):
-            return x
+        self.count("all_reduce", x.numel())
         with self._exchange(f"all_reduce {op}", x) as values:
             result = values[0].clone()
             for value in values[1:]:  # in rank order, so that all ranks round alike
@@ -211,14 +198,12 @@ class ThreadGroup(Group):
         return result
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        if not self._counts("all_gather", x):
-            return [x]
+        self.count("all_gather", x.numel())
         with self._exchange("all_gather", x) as values:
             return [value.clone() for value in values]
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        if not self._counts("broadcast", x):
-            return x
+        self.count("broadcast", x.numel())
         with self._exchange(f"broadcast from {source}", x) as values:
             return values[source].clone()
 
@@ -243,12 +228,13 @@ class LocalGroup(Group):
         return self._alone("broadcast", x)
 
     def _alone(self, kind: str, x: Tensor) -> Tensor:
-        if self.size > 1 and not x.is_meta:
-            raise RuntimeError(
-                f"{kind} of a tensor on {x.device} in a LocalGroup of {self.size} ranks, which has no peers; "
-                "give it meta tensors, or a rank of processes (Rank.distributed) or threads (thread_ranks)"
-            )
-        self._counts(kind, x)
+        if self.size > 1:
+            if not x.is_meta:
+                raise RuntimeError(
+                    f"{kind} of a tensor on {x.device} in a LocalGroup of {self.size} ranks, which has no peers; "
+                    "give it meta tensors, or a rank of processes (Rank.distributed) or threads (thread_ranks)"
+                )
+            self.count(kind, x.numel())
         return x
 
 

@@ -42,8 +42,10 @@ class Rank:
     @classmethod
     def distributed(cls, mesh: Mesh, devices: DeviceMesh, device: torch.device = CPU) -> Rank:
         """Make this process's rank; `devices` is torch's form of `mesh`, with the dims `Mesh.torch_dims`."""
-        dims = zip(mesh.axes, mesh.torch_dims, strict=True)
-        groups: dict[str, Group] = {axis: ProcessGroup(devices.get_group(dim), device) for axis, dim in dims}
+        groups: dict[str, Group] = {
+            axis: ProcessGroup(devices.get_group(dim), device) if size > 1 else LocalGroup()
+            for (axis, size), dim in zip(mesh.axes.items(), mesh.torch_dims, strict=True)
+        }
         at = Coordinates(**{axis: group.index for axis, group in groups.items()})
         return cls(mesh, at, groups, device=device)
 
@@ -77,8 +79,10 @@ def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
     """Make all ranks of `mesh` as threads of `world`, in the order of their global rank."""
     rendezvous: dict[tuple[str, tuple[int, ...]], ThreadRendezvous] = {}
 
-    def group(axis: str, rank: int) -> ThreadGroup:
+    def group(axis: str, rank: int) -> Group:
         members = mesh.group(axis, rank)
+        if len(members) == 1:
+            return LocalGroup()
         new = ThreadRendezvous(world, len(members), f"{axis} group {list(members)}")
         return ThreadGroup(rendezvous.setdefault((axis, members), new), members.index(rank))
 

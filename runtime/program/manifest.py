@@ -147,9 +147,7 @@ class Manifest:
 
     def homes(self, name: str) -> tuple[int, ...]:
         """Pipeline ranks that keep `name`: its owners, or without any the first, for checkpoints."""
-        if self.parameters[name].kind == "constant" or name in self.transient:
-            return self.owners(name)
-        return self.owners(name) or (0,)
+        return self.owners(name) or ((0,) if self.is_saved(name) else ())
 
     def is_saved(self, name: str) -> bool:
         """Return whether the user's ``state_dict`` has `name`."""

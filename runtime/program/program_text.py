@@ -82,20 +82,16 @@ def _read_schedule(
     if not isinstance(schedule, str):
         found = "no SCHEDULE" if schedule is None else f"SCHEDULE of type {type(schedule).__name__}"
         raise ValueError(f'{filename}: {found}; expected SCHEDULE = "1RECV_F0 1F0 ..."')
+    match = re.search(r"^SCHEDULE\b", text, re.MULTILINE)
+    place = f"{filename}:{text.count(chr(10), 0, match.start()) + 1 if match else 0}: SCHEDULE"
     try:
         actions = parse_schedule(schedule)
     except ValueError as error:
-        raise ValueError(f"{filename}:{_line_of_schedule(text)}: SCHEDULE: {error}") from error
+        raise ValueError(f"{place}: {error}") from error
     for action in actions:
         if action.stage not in stages:
             known = ", ".join(f"stage_{index}" for index in sorted(stages))
             raise ValueError(
-                f"{filename}:{_line_of_schedule(text)}: SCHEDULE runs {action}, and there is no function "
-                f"stage_{action.stage}; the text has {known}"
+                f"{place} runs {action}, and there is no function stage_{action.stage}; the text has {known}"
             )
     return actions
-
-
-def _line_of_schedule(text: str) -> int:
-    match = re.search(r"^SCHEDULE\b", text, re.MULTILINE)
-    return text.count("\n", 0, match.start()) + 1 if match else 0
