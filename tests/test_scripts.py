@@ -140,7 +140,7 @@ def test_ranks_on_one_card_train_as_the_plain_model(
 
 @pytest.mark.gpu
 @pytest.mark.timeout(1800)
-def test_graphs_change_no_bit_of_a_loss(folder: Path) -> None:
+def test_graphs_change_no_bit_of_a_loss(card: str, folder: Path) -> None:
     script = str(ROOT / "samples" / "launch" / "ranks_on_one_gpu.sh")
     sizes = ["--layers", "4", "--hidden", "128", "--heads", "4", "--length", "32"]
     said = subprocess.run(

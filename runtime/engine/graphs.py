@@ -13,13 +13,13 @@ import gc
 import linecache
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoptd.runtime.engine.slot import Slot, StageCall, Weights
+from autoptd.runtime.engine.slot import Kept, Slot, StageCall, Weights
 from autoptd.runtime.program.program_text import line_of
 from autoptd.runtime.user_warnings import warn_caller
 
@@ -32,19 +32,17 @@ class Replay:
 
     def __init__(self, work: Callable[[], Any], device: torch.device, pool: Any) -> None:
         self.result: Any = None
-        self._run = self._call
         self._work = work
-        if device.type == "cuda":
-            self._run, self._work = self._capture(device, pool), lambda: None
+        self._graph = self._capture(device, pool) if device.type == "cuda" else None
 
     def run(self) -> None:
         """Do the work once more, in the order of the present stream."""
-        self._run()
+        if self._graph is None:
+            self.result = self._work()
+        else:
+            self._graph.replay()
 
-    def _call(self) -> None:
-        self.result = self._work()
-
-    def _capture(self, device: torch.device, pool: Any) -> Callable[[], None]:
+    def _capture(self, device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
         collecting = gc.isenabled()
@@ -63,7 +61,7 @@ class Replay:
         finally:
             if collecting:
                 gc.enable()
-        return graph.replay
+        return graph
 
 
 @cache
@@ -71,9 +69,9 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _Pair(NamedTuple):
-    forward: Replay
-    backward: list[Replay]  # one, once it is captured
+def _differentiate(forward: Replay, gradients: Sequence[Tensor]) -> list[Tensor]:
+    kept: Kept = forward.result[1]  # of the last run
+    return kept.differentiate(gradients)
 
 
 class GraphSlot(Slot):
@@ -89,15 +87,17 @@ class GraphSlot(Slot):
         self.mode: Hashable = None
         self.refused = refused
         self._device = device
-        self._running: _Pair | None = None
+        self._running: Replay | None = None
         self.forget()
 
     def forget(self) -> None:
         """Forget all graphs, which read memory that is no longer used."""
+        self._pool: Any = None
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self._pool = torch.cuda.graph_pool_handle()
-        self._pairs: dict[Hashable, _Pair] = {}
+        self._forwards: dict[Hashable, Replay] = {}
+        self._backwards: dict[Hashable, Replay] = {}
 
     def forward(
         self, weights: Weights, values: Sequence[Tensor], moment: Tensor, trains: bool
@@ -106,43 +106,38 @@ class GraphSlot(Slot):
         if self.mode is None or self.mode in self.refused:
             return super().forward(weights, values, moment, trains)
         self.load(values, moment)
-        if self.mode not in self._pairs:
+        if self.mode not in self._forwards:
             try:
-                forward = self._capture(lambda: self.call.run(weights, self.values, trains))
+                work = partial(self.call.run, weights, self.values, trains)
+                self._forwards[self.mode] = Replay(work, self._device, self._pool)
             except Exception as error:
                 self._refuse("forward", error)
                 return super().forward(weights, values, moment, trains)
-            self._pairs[self.mode] = _Pair(forward, [])
-        self._weights = weights
-        self._running = pair = self._pairs[self.mode]
-        pair.forward.run()
-        return [output.clone() for output in pair.forward.result[0]]
+        self._weights, self._running = weights, self._forwards[self.mode]
+        self._running.run()
+        return [output.clone() for output in self._running.result[0]]
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        if (pair := self._running) is None:
+        if (forward := self._running) is None:
             return super().backward(gradients)
         self.load_gradients(gradients)
-        if not pair.backward:
+        if self.mode not in self._backwards:
             try:
-                pair.backward.append(
-                    self._capture(lambda: pair.forward.result[1].differentiate(self.gradients))
-                )
+                work = partial(_differentiate, forward, self.gradients)
+                self._backwards[self.mode] = Replay(work, self._device, self._pool)
             except Exception as error:
                 self._refuse("backward", error)
                 # What autograd kept of the captured forward is spent.
                 _, self._kept = self.call.run(self._weights, self.values, trains=True)
                 return super().backward(gradients)
-        pair.backward[0].run()
+        self._backwards[self.mode].run()
         # Autograd's nodes are spent; alive, they would tie the weights' leaves to the stream of the capture.
-        pair.forward.result = pair.forward.result[0], None
-        return [gradient.clone() for gradient in pair.backward[0].result]
-
-    def _capture(self, work: Callable[[], Any]) -> Replay:
-        return Replay(work, self._device, self._pool if self._device.type == "cuda" else None)
+        forward.result = forward.result[0], None
+        return [gradient.clone() for gradient in self._backwards[self.mode].result]
 
     def _refuse(self, what: str, error: Exception) -> None:
         """Warn that the `what` of the stage cannot be captured, and do without graphs in this mode."""
-        self._pairs.pop(self.mode, None)
+        self._forwards.pop(self.mode, None)
         self.refused.add(self.mode)
         first: BaseException = error
         while first.__context__ is not None:  # later ones say that the capture has failed

@@ -142,7 +142,7 @@ def test_a_card_is_timed_in_blocks_of_calls() -> None:
 
 
 @pytest.mark.gpu
-def test_this_card(tmp_path: Path) -> None:
+def test_this_card(card: str, tmp_path: Path) -> None:
     """Orders of magnitude alone, as other tests may use the card at the same time; an H100's are known."""
     found = autoptd.calibrate(tmp_path / "mine.toml", devices=1, seconds=5.0)
     device = Cluster.load(tmp_path / "mine.toml").device

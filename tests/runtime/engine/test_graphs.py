@@ -130,7 +130,7 @@ def test_replays_have_the_bits_of_plain_calls(recompute: str, dtype: torch.dtype
     program = compile_gpt(recompute=recompute, dtype=dtype)
     replayed, plain = program.bind(), program.bind(graphs=False)
     assert_same(train(replayed), train(plain))
-    assert {len(slot._pairs) for slot in slots_of(replayed)} == {2}  # of training and evaluation
+    assert {len(slot._forwards) for slot in slots_of(replayed)} == {2}  # of training and evaluation
     assert not slots_of(plain)
 
 
@@ -145,7 +145,7 @@ def test_no_number_of_a_step_is_kept_in_a_graph(
     program = compile_gpt(recompute=recompute, dtype=dtype)
     replayed, plain = program.bind(), program.bind(graphs=False)
     assert_same(train(replayed, 6), train(plain, 6))
-    assert any(pair.forward._tape.calls for slot in slots_of(replayed) for pair in slot._pairs.values())  # type: ignore[attr-defined]
+    assert any(replay._tape.calls for slot in slots_of(replayed) for replay in slot._forwards.values())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)])
@@ -156,7 +156,7 @@ def test_so_do_those_of_a_mesh(mesh: tuple[int, int, int]) -> None:
     def work(_: int) -> int:
         replayed, plain = program.bind(), program.bind(graphs=False)
         assert_same(train(replayed), train(plain))
-        return sum(len(slot._pairs) for slot in slots_of(replayed))
+        return sum(len(slot._forwards) for slot in slots_of(replayed))
 
     assert all(run_ranks(work, size, timeout=60))
 
@@ -193,7 +193,7 @@ def test_what_changes_between_steps_is_noticed(change: Callable[[Parallel, int],
     program = compile_gpt()
     replayed, plain = program.bind(), program.bind(graphs=False)
     assert_same(train(replayed, 6, between=change), train(plain, 6, between=change))
-    assert slots_of(replayed)[0]._pairs
+    assert slots_of(replayed)[0]._forwards
 
 
 def test_several_calls_add_their_gradients_up() -> None:
@@ -216,7 +216,7 @@ def test_a_gradient_that_is_kept_keeps_its_values() -> None:
             kept.append((parameter.grad[:1], parameter.grad[:1].clone()))
         parallel.zero_grad()
     assert all(torch.equal(view, value) for view, value in kept)
-    assert slots_of(parallel)[0]._pairs
+    assert slots_of(parallel)[0]._forwards
 
 
 def test_sums_stay_in_place_while_nobody_keeps_a_gradient() -> None:
@@ -293,9 +293,7 @@ def test_graphs_have_the_bits_of_plain_calls_on_a_card(card: str, recompute: str
         found = train(replayed, 20, card)
     assert_same(found, train(plain, 20, card))
     assert all(
-        isinstance(pair.forward.result[0][0], Tensor)
-        for s in slots_of(replayed)
-        for pair in s._pairs.values()
+        isinstance(replay.result[0][0], Tensor) for s in slots_of(replayed) for replay in s._forwards.values()
     )
 
 
