@@ -70,8 +70,7 @@ def _describe_program(program: CompiledProgram) -> dict[str, object]:
     for rank in range(mesh.pipeline):
         own = {name for stage in manifest.stages[rank :: mesh.pipeline] for name in stage.parameters}
         held = (p for p in map(manifest.parameters.__getitem__, own) if p.kind == "parameter")
-        local = (prod(p.local_shape(mesh.axes)) for p in held)
-        found[f"parameters on pipeline rank {rank}"] = sum(local)
+        found[f"parameters on pipeline rank {rank}"] = sum(prod(p.local_shape(mesh.axes)) for p in held)
     for stage in manifest.stages[:-1]:
         found[f"stage {stage.index} sends"] = tuple((value.name, value.shape) for value in stage.sends)
     for entry in program.log:

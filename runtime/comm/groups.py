@@ -72,7 +72,7 @@ class Group(Counted, ABC):
     collectives complete at once.
     """
 
-    def __init__(self, size: int, index: int) -> None:
+    def __init__(self, size: int = 1, index: int = 0) -> None:
         if not 0 <= index < size:
             raise ValueError(f"index {index} is outside a group of {size}; use 0 to {size - 1}")
         super().__init__()
@@ -213,9 +213,6 @@ class ThreadGroup(Group):
 
 class LocalGroup(Group):
     """A group without peers: for shapes on the meta device, and for real tensors in a group of one rank."""
-
-    def __init__(self, size: int = 1, index: int = 0) -> None:
-        super().__init__(size, index)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         return self._alone("all_reduce", x)

@@ -16,13 +16,8 @@ from torch import Tensor
 
 TAG = "!"
 LONGEST_KEY = 10_000
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16"),
-        *("int64", "int32", "int16", "int8", "uint8", "bool"),
-    )
-}
+_KINDS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+DTYPES = {name: getattr(torch, name) for name in _KINDS}
 show = reprlib.repr  # short, whatever a file holds
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _TABLES: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

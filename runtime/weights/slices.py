@@ -294,10 +294,8 @@ def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -
     """Return every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere."""
     found = {name: gather_tensor(manifest, rank, slices, name) for name in saved_names(manifest)}
     gathered = {name: whole for name, whole in found.items() if whole is not None}
-    if rank.number == 0:
-        for alias, stored in manifest.aliases.items():
-            gathered[alias] = gathered[stored]
-    return gathered
+    aliases = manifest.aliases if rank.number == 0 else {}
+    return gathered | {alias: gathered[stored] for alias, stored in aliases.items()}
 
 
 def saved_names(manifest: Manifest) -> list[str]:
