@@ -178,7 +178,13 @@ class Executor:
         slots = assign_slots(schedule[here])
         self.stages = {
             stage.index: StageRun(
-                manifest, connection.rank, stage, functions[stage.index], self.measured, slots[stage.index], graphs
+                manifest,
+                connection.rank,
+                stage,
+                functions[stage.index],
+                self.measured,
+                slots[stage.index],
+                graphs,
             )
             for stage in manifest.stages[here :: manifest.mesh.pipeline]
         }
