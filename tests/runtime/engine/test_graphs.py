@@ -20,7 +20,7 @@ from autoptd.runtime.engine import graphs
 from autoptd.runtime.engine.graphs import GraphSlot, Replay
 from autoptd.runtime.module.parallel import Parallel
 from samples.gpt import GPT, GPTConfig
-from tests.marks import slow_rows_but
+from tests.marks import slow_but, slow_rows_but
 from tests.ranks import run_ranks
 
 VOCABULARY, LENGTH, MICROBATCHES = 64, 16, 4
@@ -148,7 +148,7 @@ def test_no_number_of_a_step_is_kept_in_a_graph(
     assert any(replay._tape.calls for slot in slots_of(replayed) for replay in slot._forwards.values())  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize("mesh", slow_but([(2, 2, 1)], [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1)]))
 def test_so_do_those_of_a_mesh(mesh: tuple[int, int, int]) -> None:
     program = compile_gpt(mesh)
     size = mesh[0] * mesh[1] * mesh[2]
