@@ -261,6 +261,12 @@ _OTHER_NAMES = [
 ]
 
 
+def _rrelu(call: Call) -> fx.Node | None:
+    """Write the mean of its slopes, which is its form without randomness."""
+    slopes = call.argument("lower") + call.argument("upper")
+    return None if call.argument("training") else call.emit(aten.leaky_relu.default, call.source, slopes / 2)
+
+
 def _layer_norm(call: Call) -> fx.Node | None:
     """Drop `cudnn_enable`, which differs by machine and means nothing to the operator."""
     return call.emit(aten.layer_norm.default, *call.args[:5])
@@ -280,6 +286,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.t.default, aten.numpy_T.default), _transpose),
     **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _matrix_transpose),
     aten.repeat.default: _repeat,
+    aten.rrelu.default: _rrelu,
     aten.slice.Tensor: _slice,
     aten.chunk.default: _chunk,
     aten.detach.default: lambda call: None if call.source in call.writer.trained else call.source,

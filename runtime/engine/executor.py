@@ -63,13 +63,13 @@ class StageRun:
         self.gradient_departure: SendBuffer | LocalBoundary | None = None
         self.losses: dict[int, Tensor] = {}
         self._measured = measured
-        self._randomness = rank.randomness
-        self._index = interface.index
+        self._index, self._randomness = interface.index, rank.randomness
         leaves = tuple(i for i, b in enumerate(interface.receives) if b.requires_grad)
-        roots = tuple(i for i, b in enumerate(interface.sends) if b.requires_grad)
-        ends = not interface.sends
+        roots = (
+            tuple(i for i, b in enumerate(interface.sends) if b.requires_grad) if interface.sends else (0,)
+        )
         refused: set[Hashable] = set()
-        call = StageCall(partial(function, rank), leaves, (0,) if ends else roots, len(interface.sends) or 1)
+        call = StageCall(partial(function, rank), leaves, roots, len(interface.sends) or 1)
         self._places = slots
         count = max(slots.values(), default=0) + 1
         self._graphed = [GraphSlot(call, rank.device, refused) for _ in range(count)] if graphs else []
@@ -102,9 +102,7 @@ class StageRun:
         for graphed in self._graphed:
             graphed.mode = self._mode if self._mode in self._run_modes else None
         self._separated = self._mode in self._run_modes  # where sums have memory of their own
-        self._weights = weights
-        self._inputs = inputs
-        self._seeds = seeds
+        self._weights, self._inputs, self._seeds = weights, inputs, seeds
         # Filled, not copied from numbers: on a GPU a copy would wait for it.
         self._moments[:, 0].fill_(as_signed(self._randomness.seed))
         self._moments[:, 1].fill_(self._randomness.call)

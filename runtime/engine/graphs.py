@@ -85,8 +85,7 @@ class GraphSlot(Slot):
         """`refused` are the modes in which the stage cannot be captured, for all of its slots."""
         super().__init__(call, device)
         self.mode: Hashable = None
-        self.refused = refused
-        self._device = device
+        self.refused, self._device = refused, device
         self._running: Replay | None = None
         self.forget()
 

@@ -116,7 +116,8 @@ class LeafSums:
             if gradient.untyped_storage().data_ptr() in own:
                 gradient.set_(gradient.clone())  # type: ignore[call-overload]
         for leaf, found in self._lasting.items():
-            if _is_shared(found):
+            # Two have it: the tensor, and the storage that is asked here.
+            if torch._C._storage_Use_Count(found.untyped_storage()._cdata) > 2:
                 self._lasting[leaf] = torch.empty_like(found)
                 self.memory += 1
             self._put(leaf, self._lasting[leaf])
@@ -140,11 +141,6 @@ class LeafSums:
             self._wide[leaf].sum = memory
         else:
             leaf.grad = memory
-
-
-def _is_shared(x: Tensor) -> bool:
-    """Return whether another tensor has the memory of `x`: itself counts, and its storage that is asked here."""
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2
 
 
 class GradientSums:
