@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.executor import Executor
-from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums, Leaves
-from autoptd.runtime.optimizer.zero1 import FlatShard
+from autoptd.runtime.optimizer.gradient_memory import StageLeaves
+from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.weights.slices import Constants, refresh_constants
@@ -35,51 +35,50 @@ class BoundShape:
     """A `ShapeFunctions` bound to the connection that all shapes of a parallel model share.
 
     `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its
-    length. `sums` are made by `share_steps`, once it is known what the optimizer steps. `leaves` are what the stages
-    compute with, by stage and name, as `read_leaves` made them last.
+    length. `leaves` are what the stages compute with, as `read_leaves` made them last.
     """
-
-    sums: GradientSums
-    leaves: dict[int, dict[str, Tensor]]
 
     def __init__(
         self, program: ShapeFunctions, connection: Connection, slices: Mapping[str, Tensor], graphs: bool
     ) -> None:
         self.manifest = program.manifest
         self.slices = slices
-        self.leaves = {}
+        self.leaves = StageLeaves()
         self._made_for: tuple[object, object] = None, None
         self.executor = Executor(program.manifest, connection, program.functions, program.schedule, graphs)
         here = connection.rank.coordinates.pipeline
         self.completion = Completion.of(program.manifest, here, program.schedule[here])
         self._connection = connection
         self._constants = program.constants
-        self._graphs = graphs
-
-    def share_steps(self, shards: Sequence[FlatShard]) -> None:
-        """Let the optimizer step `shards` from now on, and no parameter that is in one."""
-        own = self.completion, shards, self.executor.measured
-        self.sums = GradientSums(self.manifest, self._connection, *own, self._graphs)
 
     def read_leaves(
-        self, tensors: Mapping[str, Tensor], narrow: Mapping[str, Tensor], trained: frozenset[str] | None
-    ) -> Leaves:
-        """Return leaves in the memory of `tensors`, or of `narrow` ones instead; those of `trained` require gradients.
+        self,
+        tensors: Mapping[str, Tensor],
+        narrow: Mapping[str, Tensor],
+        trained: frozenset[str] | None,
+        sums: GradientSums,
+    ) -> StageLeaves:
+        """Return leaves in the memory of `tensors`, or of `narrow` ones instead; those of `trained` add to `sums`.
 
         They are made anew for one reason: `tensors` or `trained` is another object. A stage has leaves of its own: a
         tied parameter's uses add up separately.
         """
-        if not self.leaves or tensors is not self._made_for[0] or trained is not self._made_for[1]:
+        if not self.leaves.number or tensors is not self._made_for[0] or trained is not self._made_for[1]:
             self._made_for = tensors, trained
             slices = {**tensors, **self.slices, **narrow}
-            self.leaves = {
+            by_stage = {
                 index: {
                     name: slices[name].detach().requires_grad_(name in (trained or ()))
                     for name in self.manifest.stages[index].parameters
                 }
                 for index in self.executor.stages
             }
+            self.leaves = sums.attach(by_stage, trained)
         return self.leaves
+
+    def forget_leaves(self) -> None:
+        """Let go of the leaves, and so of memory that tensors leave."""
+        self.leaves = StageLeaves()
 
     def refresh(self, slices: Mapping[str, Tensor]) -> None:
         """Compute the constants anew from the new values of buffers in `slices`. See `refresh_constants`."""

@@ -18,10 +18,9 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.comm.timings import Measured, Stopwatch
 from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer, find_acknowledged
-from autoptd.runtime.engine.gradient_aliasing import separate_gradients
 from autoptd.runtime.engine.graphs import GraphSlot
 from autoptd.runtime.engine.slot import Slot, StageCall
-from autoptd.runtime.optimizer.gradient_sums import Memory
+from autoptd.runtime.optimizer.gradient_sums import GradientSums
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slots, last_gradients
 from autoptd.runtime.randomness import as_signed
@@ -44,7 +43,8 @@ class StageRun:
 
     Inputs arrive and outputs depart; for the backward, gradients of the outputs arrive and gradients of the inputs
     depart. Only differentiable boundary values have gradients. The first stage has no buffers below, the last none
-    above. `slots` are the places of the microbatches; forwards alone take the first.
+    above. `slots` are the places of the microbatches; forwards alone take the first. The backward of the `last`
+    microbatch completes the gradients.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class StageRun:
         function: Callable[..., Any],
         measured: Measured,
         slots: Mapping[int, int],
+        last: int | None,
         graphs: bool,
     ) -> None:
         self.arrival: RecvBuffer | LocalBoundary | None = None
@@ -70,7 +71,7 @@ class StageRun:
         )
         refused: set[Hashable] = set()
         call = StageCall(partial(function, rank), leaves, roots, len(interface.sends) or 1)
-        self._places = slots
+        self._places, self._last = slots, last
         count = max(slots.values(), default=0) + 1
         self._graphed = [GraphSlot(call, rank.device, refused) for _ in range(count)] if graphs else []
         self._slots: Sequence[Slot] = self._graphed or [Slot(call, rank.device) for _ in range(count)]
@@ -87,13 +88,14 @@ class StageRun:
         weights: Mapping[str, Tensor],
         inputs: Sequence[Sequence[Tensor]],
         seeds: Sequence[Tensor] | None,
-        memory: Memory | None = None,
+        sums: GradientSums | None = None,
     ) -> None:
         """Begin a step with its weights, batch inputs and seeds (one row per microbatch); clear what a broken one left.
 
-        The losses of the microbatches are differentiated with `seeds`; None: forwards only. Graphs run where `memory`
-        says what they read, and this is not the first step of its kind.
+        The losses of the microbatches are differentiated with `seeds`; None: forwards only. Graphs run where `sums` say
+        what memory they read and write, and this is not the first step of its kind.
         """
+        memory = sums.memory if sums is not None and self._graphed else None
         if memory is not None and memory != self._memory:
             self._memory = memory
             for graphed in self._graphed:
@@ -101,7 +103,9 @@ class StageRun:
         self._mode = memory and (memory.leaves, self._randomness.training, seeds is not None)
         for graphed in self._graphed:
             graphed.mode = self._mode if self._mode in self._run_modes else None
-        self._separated = self._mode in self._run_modes  # where sums have memory of their own
+        if self._last is not None:
+            watched = None if sums is None or seeds is None else sums.watch(self._index)
+            self._slots[self._places[self._last]].watch = watched
         self._weights, self._inputs, self._seeds = weights, inputs, seeds
         # Filled, not copied from numbers: on a GPU a copy would wait for it.
         self._moments[:, 0].fill_(as_signed(self._randomness.seed))
@@ -143,10 +147,7 @@ class StageRun:
             gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]
         begin = self._measured.stopwatch.mark()
         slot = self._slots[self._places[microbatch]]
-        departing = slot.backward(gradients)
-        if not self._separated:  # the later microbatches' are added into the first one's
-            separate_gradients(self._weights.values(), [*slot.gradients, *departing])
-            self._separated = True
+        departing = slot.backward(gradients, microbatch == self._last)
         if self.gradient_departure is not None:
             self.gradient_departure.put(microbatch, departing)
         self._measured.add(Kind.BACKWARD, begin, stage=self._index, microbatch=microbatch)
@@ -173,7 +174,7 @@ class Executor:
         self._manifest = manifest
         self._device = connection.rank.device
         here = connection.rank.coordinates.pipeline
-        slots = assign_slots(schedule[here])
+        slots, last = assign_slots(schedule[here]), last_gradients(schedule[here])
         self.stages = {
             stage.index: StageRun(
                 manifest,
@@ -182,6 +183,7 @@ class Executor:
                 functions[stage.index],
                 self.measured,
                 slots[stage.index],
+                schedule[here][last[stage.index]].microbatch if stage.index in last else None,
                 graphs,
             )
             for stage in manifest.stages[here :: manifest.mesh.pipeline]
@@ -260,21 +262,20 @@ class Executor:
         inputs: Mapping[int, Sequence[Sequence[Tensor]]],
         seeds: Sequence[Tensor] | None,
         begin_stage: Callable[[int], None],
-        end_stage: Callable[[int], None],
-        memory: Memory | None = None,
+        sums: GradientSums | None = None,
     ) -> list[Tensor]:
         """Run the step; return the microbatch losses, in order, on the last stage's rank and nothing elsewhere.
 
         `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. ``begin_stage(k)`` is called before
         the first forward of stage k. With `seeds`, one per microbatch, the losses are differentiated with these:
-        gradients are left in the ``.grad`` of `weights`, added up in the order of the backwards, and
-        ``end_stage(k)`` is called when stage k has had its last one. Without, there are forwards only. Without `memory`
-        nothing is replayed from graphs.
+        gradients are added to the ``.grad`` of `weights` in the order of the backwards, and go on their way by `sums`
+        when a stage has had its last one. Without, there are forwards only. Without `sums` nothing is replayed from
+        graphs.
         """
         self._connection.rank.measured = self.measured
         self.measured.start()
         for index, stage in self.stages.items():
-            stage.start(weights[index], inputs[index], seeds, memory)
+            stage.start(weights[index], inputs[index], seeds, sums)
         gradients = seeds is not None
         position = self._connection.position
         # The program's own casts decide: autocast around the call would change the values that cross a boundary.
@@ -285,8 +286,8 @@ class Executor:
                     if begins is not None:
                         begin_stage(begins)
                     step()
-                    if ends is not None:
-                        end_stage(ends)
+                    if ends is not None and sums is not None:
+                        sums.end_stage(ends)
                 except Exception as error:
                     error.add_note(f"(in {action}, at {self._connection.rank.coordinates})")
                     raise

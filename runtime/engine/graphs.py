@@ -5,14 +5,16 @@
   the forward has saved as it goes, and a slot takes the memory that a microbatch takes without graphs.
 - All are captured on one stream, which autograd's nodes of the leaves belong to while they are alive.
 - Collectives of the tensor ranks are inside; messages and sums over replicas, events and looks at values outside.
+- The stage's last backward records an event where a bucket of gradients is complete. The sum over the replicas waits
+  for it on a stream of its own, beside the rest of the backward.
 """
 
 from __future__ import annotations
 
 import gc
 import linecache
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.engine.slot import Kept, Slot, StageCall, Weights
+from autoptd.runtime.optimizer.bucket_watch import BucketWatch
 from autoptd.runtime.program.program_text import line_of
 from autoptd.runtime.user_warnings import warn_caller
 
@@ -48,7 +51,7 @@ class Replay:
         collecting = gc.isenabled()
         gc.disable()  # what is collected may ask the device, which breaks a capture
         try:
-            with torch.cuda.stream(_capture_stream(device)):
+            with torch.cuda.stream(_make_stream(device, "capture")):
                 # NCCL's own thread asks its events meanwhile.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
@@ -65,13 +68,36 @@ class Replay:
 
 
 @cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+def _make_stream(device: torch.device, use: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _differentiate(forward: Replay, gradients: Sequence[Tensor]) -> list[Tensor]:
+def _differentiate(
+    forward: Replay, gradients: Sequence[Tensor], watch: BucketWatch | None, device: torch.device
+) -> tuple[list[Tensor], list[torch.cuda.Event | None]]:
+    """Return the gradients of the leaves, and the events of complete buckets; a CPU has none."""
     kept: Kept = forward.result[1]  # of the last run
-    return kept.differentiate(gradients)
+    marks: list[torch.cuda.Event | None] = []
+
+    def mark(_: int) -> None:
+        marks.append(torch.cuda.Event(external=True) if device.type == "cuda" else None)
+        if (event := marks[-1]) is not None:
+            event.record()
+
+    with nullcontext() if watch is None else watch.report(mark):
+        return kept.differentiate(gradients), marks
+
+
+@contextmanager
+def _after(event: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
+    """Let what is posted inside wait for the `event` of a replay, and for no more of it."""
+    if event is None:
+        yield
+        return
+    stream = _make_stream(device, "sums")
+    stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        yield
 
 
 class GraphSlot(Slot):
@@ -116,23 +142,28 @@ class GraphSlot(Slot):
         self._running.run()
         return [output.clone() for output in self._running.result[0]]
 
-    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, gradients: Sequence[Tensor], last: bool = False) -> list[Tensor]:
         if (forward := self._running) is None:
-            return super().backward(gradients)
+            return super().backward(gradients, last)
         self.load_gradients(gradients)
         if self.mode not in self._backwards:
             try:
-                work = partial(_differentiate, forward, self.gradients)
+                work = partial(_differentiate, forward, self.gradients, self.watch, self._device)
                 self._backwards[self.mode] = Replay(work, self._device, self._pool)
             except Exception as error:
                 self._refuse("backward", error)
                 # What autograd kept of the captured forward is spent.
                 _, self._kept = self.call.run(self._weights, self.values, trains=True)
-                return super().backward(gradients)
+                return super().backward(gradients, last)
         self._backwards[self.mode].run()
         # Autograd's nodes are spent; alive, they would tie the weights' leaves to the stream of the capture.
         forward.result = forward.result[0], None
-        return [gradient.clone() for gradient in self._backwards[self.mode].result]
+        departing, marks = self._backwards[self.mode].result
+        if last and self.watch is not None:
+            for number, event in enumerate(marks):
+                with _after(event, self._device):
+                    self.watch.post(number)
+        return [gradient.clone() for gradient in departing]
 
     def _refuse(self, what: str, error: Exception) -> None:
         """Warn that the `what` of the stage cannot be captured, and do without graphs in this mode."""

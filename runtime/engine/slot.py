@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from autoptd.runtime.optimizer.bucket_watch import BucketWatch
 
 Weights = Mapping[str, Tensor]
 
@@ -60,7 +63,8 @@ class Slot:
     """A place for one microbatch in flight, from its forward to its backward.
 
     Its inputs, the `moment` of its masks (see runtime/randomness.py) and the `gradients` of its outputs have memory of
-    their own, which a CUDA graph reads. Values that leave it are in memory that the slot does not use again.
+    their own, which a CUDA graph reads. Values that leave it are in memory that the slot does not use again. The slot
+    of the stage's last backward has a `watch` over the gradients, where replicas wait for them.
     """
 
     def __init__(self, call: StageCall, device: torch.device) -> None:
@@ -68,6 +72,7 @@ class Slot:
         self.moment = torch.zeros(3, dtype=torch.int64, device=device)
         self.values: list[Tensor] = []
         self.gradients: list[Tensor] = []
+        self.watch: BucketWatch | None = None
         self._kept = Kept()
 
     def forward(
@@ -78,11 +83,17 @@ class Slot:
         outputs, self._kept = self.call.run(weights, self.values, trains)
         return [_take_out(x, self.values) for x in outputs]
 
-    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Differentiate into the ``.grad`` of the weights; return the gradients of the leaves."""
+    def backward(self, gradients: Sequence[Tensor], last: bool = False) -> list[Tensor]:
+        """Differentiate into the ``.grad`` of the weights; return the gradients of the leaves.
+
+        The `last` backward of the stage has its buckets of gradients posted by the `watch`, each as it is complete.
+        """
         self.load_gradients(gradients)
         kept, self._kept = self._kept, Kept()
-        return [_take_out(x, self.gradients) for x in kept.differentiate(self.gradients)]
+        watch = self.watch if last else None
+        with nullcontext() if watch is None else watch.report(watch.post):
+            departing = kept.differentiate(self.gradients)
+        return [_take_out(x, self.gradients) for x in departing]
 
     def load(self, values: Sequence[Tensor], moment: Tensor) -> None:
         """Copy the `values` of a microbatch, and its `moment`, into the slot's memory."""

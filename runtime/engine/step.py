@@ -1,8 +1,8 @@
-"""The call of a parallel model as one node of autograd's graph."""
+"""The call of a parallel model as a node of autograd's graph, and the node that hands gradients to the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,34 +10,63 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autoptd.runtime.engine.dynamo import leave_uncompiled
+from autoptd.runtime.kernels.scaling import scale_rows
+from autoptd.runtime.optimizer.gradient_sums import Summed
+
+
+class Handover:
+    """The way of gradients to the parameters: a node of autograd's graph, which all calls have in common.
+
+    So a call costs nothing for each of the `leaves`, which get gradients, nor of the parameters in shards, which get
+    none. `keys` are those of the leaves. Steps are attached to `link`, and leave their gradients in `waiting`.
+    """
+
+    def __init__(
+        self, leaves: Mapping[str | int, Tensor], sharded: Iterable[Tensor], device: torch.device
+    ) -> None:
+        self.keys = tuple(leaves)
+        self.sharded = tuple(sharded)
+        self.waiting: list[Summed] = []
+        # Makes the loss differentiable on a rank without parameters too.
+        anchor = torch.zeros((), device=device, requires_grad=True)
+        stepped = *leaves.values(), *self.sharded
+        self.link: Tensor = _HandOver.apply(self.waiting, len(leaves), anchor, *stepped)  # type: ignore[no-untyped-call]
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, waiting: list[Summed], count: int, anchor: Tensor, *stepped: Tensor) -> Tensor:
+        ctx.waiting = waiting
+        ctx.without = (None,) * (len(stepped) - count)
+        return anchor.clone()
+
+    @staticmethod
+    @leave_uncompiled
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the steps whose backwards have run, added up."""
+        total, *others = (list(summed.gradients) for summed in ctx.waiting)
+        ctx.waiting.clear()
+        for other in others:
+            total = [
+                x if y is None else y if x is None else x.add_(y) for x, y in zip(total, other, strict=True)
+            ]
+        return None, None, None, *total, *ctx.without
 
 
 class Step(torch.autograd.Function):
-    """The whole step as one node: its forward runs the schedule, its backward hands the kept gradients on.
-
-    Its inputs are the leaves that get them, and then the parameters in shards, which get none.
-    """
-
-    @classmethod
-    def apply(cls, *arguments: Any) -> Any:
-        """Run the step, past torch's own look at each argument in Python: it is for wrappers of torch.func."""
-        way: Any = (
-            super() if torch._C._are_functorch_transforms_active() else super(torch.autograd.Function, cls)
-        )
-        return way.apply(*arguments)
+    """The whole step as one node: its forward runs the schedule, its backward hands the kept gradients on."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        run: Callable[[], tuple[Tensor, list[Tensor | None]]],
+        run: Callable[[], tuple[Tensor, Summed]],
         note_scale: Callable[[Tensor], None] | None,
-        anchor: Tensor,
-        *stepped: Tensor,
+        handover: Handover,
+        link: Tensor,
     ) -> Tensor:
-        """Return the loss that `run` gives with the gradients of `stepped`; backward calls `note_scale` first."""
+        """Return the loss that `run` gives with the gradients for the `handover`; backward calls `note_scale` first."""
         loss, ctx.kept = run()
-        ctx.sharded = stepped[len(ctx.kept) :]
-        ctx.note_scale = note_scale
+        ctx.note_scale, ctx.handover = note_scale, handover
         return loss
 
     @staticmethod
@@ -53,7 +82,7 @@ class Step(torch.autograd.Function):
                 "create_graph=True: the gradients of a parallel model's step were computed in its call, and have no "
                 "graph of their own to be differentiated by; leave it out, or compute the second order in forward"
             )
-        if any(map(_is_asked_for, ctx.sharded)):
+        if any(map(_is_asked_for, ctx.handover.sharded)):
             raise RuntimeError(
                 "torch.autograd.grad asks for gradients of parameters that a sharded optimizer steps, and a rank has "
                 "only parts of them: ask for those of the parts (optimizer.param_groups), or train by loss.backward()"
@@ -61,10 +90,9 @@ class Step(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         if ctx.note_scale is not None:
             ctx.note_scale(scale)
-        # The plain loss.backward() needs no pass over the gradients; on a GPU looking would wait for the step.
-        if not (scale.is_cpu and scale.item() == 1):
-            kept = [g if g is None else g.mul_(scale) for g in kept]
-        return None, None, None, *kept, *[None for _ in ctx.sharded]
+        scale_rows(kept.rows, scale)
+        ctx.handover.waiting.append(kept)
+        return None, None, None, scale
 
 
 def _is_asked_for(parameter: Tensor) -> bool:

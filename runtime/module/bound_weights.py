@@ -13,10 +13,12 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Posted
 from autoptd.runtime.engine.bound_shape import BoundShape
 from autoptd.runtime.engine.dynamo import leave_uncompiled
+from autoptd.runtime.engine.step import Handover
 from autoptd.runtime.guards.gradient_placeholders import GradientPlaceholders
 from autoptd.runtime.guards.optimizer_watch import StateMarks
 from autoptd.runtime.guards.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.guards.step_agreement import compare_shards
+from autoptd.runtime.optimizer.gradient_sums import GradientSums
 from autoptd.runtime.optimizer.zero1 import FlatShard, fill_groups, lay_out_shards
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.weights.slices import check_proved
@@ -28,7 +30,8 @@ class BoundWeights:
     `watch` knows the parameters as they were bound, `marks` their places in the model. `narrow` are the half-precision
     tensors that the stages compute with where parameters are kept in float32. `leaves` are what an optimizer may step:
     parameters by name, and this replica's parts of shards by position. Frozen ones too: a parameter that was frozen
-    after its backward has a gradient, by which it is stepped. `sharded` are the parameters of each shard.
+    after its backward has a gradient, by which it is stepped. `sharded` are the parameters of each shard, `sums` the
+    gradients on their way.
     """
 
     leaves: dict[str | int, nn.Parameter]
@@ -57,8 +60,9 @@ class BoundWeights:
         self.marks.hold(self.watch.parameters, self.shards)
         self.narrow = {name: x for name, x in self.narrow.items() if name not in sharded}
         self._gathering: dict[FlatShard, Posted[Tensor]] = {}  # the new weights on their way
-        for shape in self.shapes:
-            shape.share_steps(self.shards)
+        # All shapes have one schedule.
+        known = self.manifest, self.connection, self.shapes[0].completion
+        self.sums = GradientSums(*known, self.shards)
         parameters = self.watch.parameters
         self._placeholders = [
             GradientPlaceholders(shard, {name: parameters[name] for name in shard.names}) for shard in shards
@@ -68,6 +72,16 @@ class BoundWeights:
         self.leaves = {name: p for name, p in parameters.items() if name not in sharded} | parts
         self.watch.hooks = frozenset(chain.from_iterable(each.hooks for each in self._placeholders))
         self._versions = self._read_versions()
+        self._handover_of: object = None
+
+    def find_handover(self) -> Handover:
+        """Return the way of gradients to what is trained now; another one where a parameter has changed."""
+        if self._handover_of is not self.watch.tensors:
+            self._handover_of = self.watch.tensors
+            leaves = {key: leaf for key, leaf in self.leaves.items() if leaf.requires_grad}
+            sharded = chain.from_iterable(own.values() for own in self.sharded.values())
+            self._handover = Handover(leaves, sharded, self.connection.rank.device)
+        return self._handover
 
     def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Divide the states and the step of `optimizer`, of parameters of `module`, among the replicas."""
@@ -77,7 +91,7 @@ class BoundWeights:
                 "(optimizer.state.clear() forgets its states), or bind again"
             )
         self.watch.check(module)
-        parameters, rows = self.watch.parameters, self.shapes[0].completion.rows
+        parameters, rows = self.watch.parameters, list(self.shapes[0].completion.rows.values())
         dtypes = {name: self.manifest.parameters[name].dtype for name in parameters}
         trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         for name in (name for row in rows for name in row if parameters.get(name) in trained):

@@ -305,8 +305,8 @@ class Parallel(BoundModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         for shape in self._shapes:  # leaves would keep the memory that tensors leave
-            shape.leaves = {}
-            shape.sums.follow(shape.leaves)
+            shape.forget_leaves()
+        self._weights.sums.release()
         return super()._apply(*args, **kwargs)
 
     def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from autoptd.runtime.guards.step_agreement import Batch, compare_ranks, compare_
 from autoptd.runtime.guards.weight_agreement import Copies, StepLog
 from autoptd.runtime.module.bound_weights import BoundWeights
 from autoptd.runtime.optimizer.gradient_buckets import DTYPES, share_loss
+from autoptd.runtime.optimizer.gradient_sums import Summed
 from autoptd.runtime.optimizer.loss_scale import LossScale
 from autoptd.runtime.user_warnings import warn_caller
 
@@ -77,13 +77,10 @@ class StepRunner:
             warn_caller(warning)
         self._rank.randomness.training = module.training
         if torch.is_grad_enabled():
-            leaves = {key: leaf for key, leaf in self.weights.leaves.items() if leaf.requires_grad}
-            sharded = chain.from_iterable(own.values() for own in self.weights.sharded.values())
-            # Makes the loss differentiable on a rank without parameters too.
-            anchor = torch.zeros((), device=self._rank.device, requires_grad=True)
-            run = partial(self._train, number, batch, tuple(leaves))
+            handover = self.weights.find_handover()
+            run = partial(self._train, number, batch, handover.keys)
             note_scale = None if self._manifest.mesh.size == 1 else self.steps.scale
-            loss = Step.apply(run, note_scale, anchor, *leaves.values(), *sharded)
+            loss: Tensor = Step.apply(run, note_scale, handover, handover.link)  # type: ignore[no-untyped-call]
         else:
             # Tensors made here are there for later steps, which inference tensors are not.
             with (
@@ -100,17 +97,15 @@ class StepRunner:
             loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
         return self._build_output(loss)
 
-    def _train(
-        self, number: int, batch: Batch, keys: Sequence[str | int]
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    def _train(self, number: int, batch: Batch, keys: Sequence[str | int]) -> tuple[Tensor, Summed]:
         with self._connection.position.call(training=True):
             loss = self._run(number, batch, gradients=True)
-        return loss, self.shape.sums.take(keys)
+        return loss, self.weights.sums.take(keys)
 
     def _run(self, number: int, batch: Batch, gradients: bool) -> Tensor:
-        """Run the step of the shape of this `number`; return its loss, and leave `gradients` in the shape's sums."""
+        """Run the step of the shape of this `number`; return its loss, and leave `gradients` in the sums."""
         self.loss, self.shape = None, (shape := self.weights.shapes[number])
-        rank, manifest, sums = self._rank, shape.manifest, shape.sums
+        rank, manifest, sums = self._rank, shape.manifest, self.weights.sums
         if len(self._manifests) > 1:
             compare_shapes(self._manifests, self._connection, number)
         watch = self.weights.watch
@@ -165,27 +160,28 @@ class StepRunner:
     ) -> tuple[Tensor, Callable[[], object]]:
         """Run the schedule once, on `inputs` by stage; return the result of `share_loss`, and a repetition of it.
 
-        With `gradients` their sums are in the shape's; those of the repetition are not.
+        With `gradients` the sums have them; they do not have those of the repetition.
         """
         watch = self.weights.watch
         trained = watch.agree(self._connection) if gradients else watch.agreed
-        leaves = shape.read_leaves(watch.tensors, self.weights.narrow, trained)
-        seeds = None
-        shape.sums.follow(leaves)
+        sums, seeds = self.weights.sums, None
+        leaves = shape.read_leaves(watch.tensors, self.weights.narrow, trained, sums)
+        sums.follow(leaves)
         if gradients:
-            shape.sums.start(p.grad for p in watch.parameters.values() if p.grad is not None)
+            lent = (p.grad for p in watch.parameters.values() if p.grad is not None)
+            sums.start(lent, shape.executor.measured)
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             seeds = (scale / divisors).unbind()
-        run = partial(shape.executor.run, leaves, inputs, seeds, self.weights.await_stage)
+        run = partial(shape.executor.run, leaves.by_stage, inputs, seeds, self.weights.await_stage)
         position = self._connection.position
         with self._connection.exchange():
-            losses = run(shape.sums.end_stage, memory=shape.sums.memory)
+            losses = run(sums)
             position.phase("loss")
             pair = share_loss(self._rank, losses, divisors)
             if gradients:
                 position.phase("sum of gradients")
-                shape.sums.finish()
-        return pair, partial(run, lambda _: None)
+                sums.finish()
+        return pair, run
 
     def read_last_step(self) -> LastStep:
         """Return the last call in numbers. RuntimeError where no step has run."""

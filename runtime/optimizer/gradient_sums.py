@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.comm.timings import Measured
-from autoptd.runtime.kernels.linear import SUM
-from autoptd.runtime.kernels.precision import HALF
-from autoptd.runtime.optimizer.gradient_buckets import fill_buckets, sum_over
+from autoptd.runtime.optimizer.bucket_watch import BucketWatch
+from autoptd.runtime.optimizer.gradient_buckets import sum_over
+from autoptd.runtime.optimizer.gradient_memory import Bucket, GradientMemory, StageLeaves, lay_out
 from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Action, last_gradients
-
-# Where products add in float32 what they multiply in half precision. Tests add "cpu".
-product_devices = {"cuda"}
-Leaves = Mapping[int, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -50,9 +45,9 @@ class Completion:
         return cls(after, dict(sorted(late.items())))
 
     @property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The parameters in groups that are complete together."""
-        return (*self.after.values(), *self.late.values())
+    def rows(self) -> dict[Hashable, tuple[str, ...]]:
+        """The parameters that are complete together, by the stage or the owners."""
+        return dict[Hashable, tuple[str, ...]](self.after) | dict[Hashable, tuple[str, ...]](self.late)
 
 
 class Memory(NamedTuple):
@@ -62,199 +57,171 @@ class Memory(NamedTuple):
     sums: int
 
 
-class WideSum:
-    """The float32 sum of a half-precision leaf's gradients over the microbatches; the leaf keeps none."""
+class Summed(NamedTuple):
+    """A step's gradients, None where none has come, and the `rows` of memory in which they lie."""
 
-    def __init__(self, leaf: Tensor) -> None:
-        self.sum: Tensor | None = None
-        leaf.register_post_accumulate_grad_hook(self._add)
-        if leaf.device.type in product_devices:
-            setattr(leaf, SUM, self)
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add ``left @ right``, in float32."""
-        if self.sum is None:
-            self.sum = torch.mm(left, right, out_dtype=torch.float32)
-        else:
-            torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
-
-    def _add(self, leaf: Tensor) -> None:
-        if leaf.grad is None:
-            return  # a product has added it
-        if self.sum is None:
-            self.sum = leaf.grad.to(torch.float32)
-        else:
-            self.sum += leaf.grad
-        leaf.grad = None
-
-
-class LeafSums:
-    """The sums over microbatches of the gradients of `leaves`, each by its leaf.
-
-    Where they `last`, they are in the same memory in every step, for CUDA graphs to add to: zeroed at once when a step
-    begins, and lent to the parameters as their gradients when it ends. `memory` counts the memories that there were.
-    """
-
-    def __init__(self, leaves: Iterable[Tensor], lasts: bool) -> None:
-        self._leaves = tuple(leaves)
-        self._lasts = lasts
-        self._wide = {leaf: WideSum(leaf) for leaf in self._leaves if leaf.dtype in HALF}
-        self._lasting: dict[Tensor, Tensor] = {}  # of the leaves that have had a gradient
-        self.memory = 0
-
-    def begin(self, lent: Iterable[Tensor]) -> None:
-        """Begin a step; `lent` are the gradients that parameters have, which get memory of their own.
-
-        Other tensors in the memory of a sum keep it, and the sum is put elsewhere.
-        """
-        for leaf in self._leaves:
-            leaf.grad = None
-        for wide in self._wide.values():
-            wide.sum = None
-        own = {x.untyped_storage().data_ptr() for x in self._lasting.values()}
-        for gradient in lent if own else ():
-            if gradient.untyped_storage().data_ptr() in own:
-                gradient.set_(gradient.clone())  # type: ignore[call-overload]
-        for leaf, found in self._lasting.items():
-            # Two have it: the tensor, and the storage that is asked here.
-            if torch._C._storage_Use_Count(found.untyped_storage()._cdata) > 2:
-                self._lasting[leaf] = torch.empty_like(found)
-                self.memory += 1
-            self._put(leaf, self._lasting[leaf])
-        if self._lasting:
-            torch._foreach_zero_(list(self._lasting.values()))
-
-    def take(self, leaf: Tensor) -> Tensor | None:
-        """Hand over the sum of a `leaf`; None where no gradient has come."""
-        found = self._wide[leaf].sum if leaf in self._wide else leaf.grad
-        self._put(leaf, None)
-        if found is None:
-            return None
-        if self._lasts and leaf not in self._lasting:
-            self._lasting[leaf] = torch.empty_like(found)
-            self.memory += 1
-        # Of a leaf that is read conjugated autograd leaves a view which is so: that can be neither sent nor divided.
-        return found.detach().resolve_conj().resolve_neg()
-
-    def _put(self, leaf: Tensor, memory: Tensor | None) -> None:
-        if leaf in self._wide:
-            self._wide[leaf].sum = memory
-        else:
-            leaf.grad = memory
+    gradients: Sequence[Tensor | None]
+    rows: Sequence[Tensor]
 
 
 class GradientSums:
-    """A step's gradients on their way from the `leaves` of this rank's stages to the optimizer.
+    """A step's gradients on their way from the leaves of this rank's stages to the optimizer.
 
     Summed, in this order: over the microbatches, in float32 where the leaf is in half precision; over this rank's
     stages, ascending; over the tensor ranks where each has only a part of the sum; over the replicas, divided by their
     number; over the pipeline ranks that own a tied parameter, last, so that all have the same bits. The sum
-    over the replicas runs while later backwards do. A sum that belongs to one of `shards` is kept only as far as this
-    replica steps it.
+    over the replicas runs while the stage's last backward and later ones do. A sum that belongs to one of `shards` is
+    kept only as far as this replica steps it. The leaves of all input shapes add to the same memory.
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        connection: Connection,
-        completion: Completion,
-        shards: Sequence[FlatShard],
-        measured: Measured,
-        lasts: bool = False,
+        self, manifest: Manifest, connection: Connection, completion: Completion, shards: Sequence[FlatShard]
     ) -> None:
-        self._manifest = manifest
         self._connection = connection
         self._completion = completion
-        self._shards = shards
-        self._leaves: Leaves = {}
-        self._sums = LeafSums((), lasts)
-        self._lasts = lasts
-        self._read = 0
-        self._measured = measured
-        self._begin: Any = None
-        self._posted: list[tuple[Posted[list[Tensor]], Group | None, Sequence[str | int]]] = []
-        self._summed: dict[str | int, Tensor] = {}
+        self._shards = [shard.names for shard in shards]
+        self._placements = {name: p.placement["tensor"] for name, p in manifest.parameters.items()}
+        self._partial = {
+            name
+            for name, placement in self._placements.items()
+            if placement.partial_gradient and connection.rank.group("tensor").size > 1
+        }
+        self._data = connection.rank.group("data")
+        self._made = 0
+        self.release()
 
-    def follow(self, leaves: Leaves) -> None:
-        """Take over the `leaves` of the stages, by stage and name, unless they are known."""
-        if leaves is not self._leaves:
-            self._leaves = leaves
-            self._read += 1
-            trained = (leaf for own in leaves.values() for leaf in own.values() if leaf.requires_grad)
-            self._sums = LeafSums(trained, self._lasts)
+    def release(self) -> None:
+        """Let go of all memory; leaves must be attached anew."""
+        self._leaves = StageLeaves()
+        self._memory = GradientMemory({}, self._leaves)
+        self._trained: frozenset[str] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._begin: Any = None
+        self._posted: list[tuple[Posted[list[Tensor]], Bucket, list[str], Group | None]] = []
+        self._sent: set[Bucket] = set()
+        self.clear()
+
+    def attach(
+        self, by_stage: Mapping[int, Mapping[str, Tensor]], trained: frozenset[str] | None
+    ) -> StageLeaves:
+        """Return new leaves of the stages, those of `trained` parameters attached to their sums."""
+        self._made += 1
+        leaves = StageLeaves(by_stage, self._made)
+        if trained != self._trained:
+            self._trained = trained
+            self._memory = lay_out(
+                leaves, self._completion.rows, self._shards, self._partial, self._data.size
+            )
+        self._memory.attach(leaves)
+        return leaves
+
+    def follow(self, leaves: StageLeaves) -> None:
+        """Let the next step be one with `leaves`."""
+        self._leaves = leaves
 
     @property
-    def memory(self) -> Memory | None:
-        """The memory that graphs of the next step read and write; None where there are none."""
-        return Memory(self._read, self._sums.memory) if self._lasts else None
+    def memory(self) -> Memory:
+        """The memory that graphs of the next step read and write."""
+        return Memory(self._leaves.number, self._memory.moves)
 
-    def start(self, lent: Iterable[Tensor]) -> None:
-        """Begin a step with the leaves; see `LeafSums.begin`."""
-        self._begin = None
-        self._posted.clear()
-        self._summed = {}
-        self._sums.begin(lent)
+    def start(self, lent: Iterable[Tensor], measured: Measured) -> None:
+        """Begin a training step, which is `measured`; see `GradientMemory.begin`."""
+        self._measured = measured
+        self._forget()
+        self._memory.begin(lent)
+        known = self._leaves.arrived
+        self._arrived = set() if known is None else known
+        self._versions = self._read_versions(self._memory.sums) if known is None else {}
+
+    def watch(self, stage: int) -> BucketWatch | None:
+        """Return what posts sums of `stage` during its last backward; None where no replica waits for them."""
+        buckets = self._memory.buckets.get(stage, ())
+        early = [bucket for bucket in buckets if self._partial.isdisjoint(bucket.views)]
+        if self._data.size == 1 or not early:
+            return None
+        mode = stage, self._connection.rank.randomness.training
+        triggers = self._leaves.triggers.setdefault(mode, {})
+        return BucketWatch(
+            self._leaves.by_stage[stage], early, lambda number: self._post(early[number]), triggers
+        )
 
     def end_stage(self, stage: int) -> None:
-        """Post the sums that are complete after the last backward of `stage`."""
-        self._post(self._collect(self._completion.after.get(stage, ())))
+        """Post the sums that are complete after the last backward of `stage`, and have not been posted."""
+        for bucket in self._memory.buckets.get(stage, ()):
+            self._post(bucket)
 
     def finish(self) -> None:
         """Post the sums that are left, and wait for all."""
         self._begin = self._begin or self._measured.stopwatch.mark()
-        for owners, names in self._completion.late.items():
-            self._post(self._collect(names), self._connection.tied[owners])
-        replicas = self._connection.rank.group("data").size
+        for owners in self._completion.late:
+            for bucket in self._memory.buckets[owners]:
+                self._post(bucket, self._connection.tied[owners])
         while self._posted:
-            posted, group, keys = self._posted.pop(0)  # with the tensors sent: the bucket, or a copy of it
+            posted, bucket, names, group = self._posted.pop(0)
             sums = posted.wait()
-            if replicas > 1:
-                torch._foreach_div_(sums, replicas)
+            if self._data.size > 1:
+                sums[0].div_(self._data.size)
             if group is not None:
                 sum_over(group, sums)
-            self._summed.update(zip(keys, sums, strict=True))
+            self._hand_out(bucket, names, sums[0])
+        self._leaves.arrived = self._arrived
         self._measured.add("data", self._begin)
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's finished sums."""
-        return list(self._summed.values())
+        """Return this rank's finished sums, in rows."""
+        return self._rows
 
     def clear(self) -> None:
         """Leave this step's gradients out."""
-        self._summed = {}
+        self._summed: dict[str | int, Tensor] = {}
+        self._rows: list[Tensor] = []
 
-    def take(self, keys: Sequence[str | int]) -> list[Tensor | None]:
+    def take(self, keys: Sequence[str | int]) -> Summed:
         """Hand over the gradients of parameters, by name, and of shards, by their position."""
-        summed, self._summed = self._summed, {}
-        return list(map(summed.get, keys))
+        summed = Summed(list(map(self._summed.get, keys)), self._rows)
+        self.clear()
+        return summed
 
-    def _collect(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return this rank's gradients of `names`, summed over its stages and over partial sums of tensor ranks."""
-        found = {}
-        stages = [own for _, own in sorted(self._leaves.items())]
+    def _read_versions(self, names: Iterable[str]) -> dict[str, list[int]]:
+        return {name: [x._version for x in self._memory.sums[name]] for name in names}
+
+    def _post(self, bucket: Bucket, owners: Group | None = None) -> None:
+        """Begin the sum of `bucket` over the replicas, unless it has begun; `owners` add up theirs when it has come."""
+        if bucket in self._sent:
+            return
+        self._sent.add(bucket)
+        if self._versions:
+            now = self._read_versions(bucket.views)
+            self._arrived |= {name for name in now if now[name] != self._versions[name]}
+        # Of a tied parameter the other owners may have a gradient, and sum with this.
+        names = [name for name in bucket.views if owners is not None or name in self._arrived]
+        if not names:
+            return
+        if bucket.shard is not None and (missing := [name for name in bucket.views if name not in names]):
+            raise ValueError(
+                f"{', '.join(missing[:5])} took no part in the loss and has no gradient, which a sharded optimizer "
+                "cannot leave out: make the optimizer without it, or freeze it before the optimizer is sharded"
+            )
+        self._begin = self._begin or self._measured.stopwatch.mark()
         for name in names:
-            leaves = [own[name] for own in stages if name in own]
-            sums = [part for leaf in leaves if (part := self._sums.take(leaf)) is not None]
-            if sums:
-                found[name] = sums[0]
-                for part in sums[1:]:
-                    found[name] += part
-            elif leaves and leaves[0].requires_grad and len(self._manifest.owners(name)) > 1:
-                # Its other owners may have one and sum with this.
-                dtype = torch.float32 if leaves[0].dtype in HALF else leaves[0].dtype
-                found[name] = torch.zeros_like(leaves[0], dtype=dtype)
-        self._sum_partial(found)
-        return found
+            own, *further = self._memory.sums[name]
+            for each in further:
+                own += each
+        self._sum_partial({name: bucket.views[name] for name in names if name in self._partial})
+        if bucket.shard is None:
+            posted = self._data.post_all_reduce([bucket.flat])
+        else:
+            posted = self._data.post_reduce_scatter(bucket.flat)
+        self._posted.append((posted, bucket, names, owners))
 
     def _sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
         tensor = self._connection.rank.group("tensor")
-        if tensor.size == 1:
-            return
         partial = [
             rows
             for name, gradient in gradients.items()
-            if (on_tensor := self._manifest.parameters[name].placement["tensor"]).partial_gradient
-            for rows in on_tensor.split(gradient, tensor.size, divided=False)
+            for rows in self._placements[name].split(gradient, tensor.size, divided=False)
         ]
         sums = list(partial)
         sum_over(tensor, sums)
@@ -262,28 +229,13 @@ class GradientSums:
             if summed is not rows:
                 rows.copy_(summed)
 
-    def _post(self, gradients: dict[str, Tensor], owners: Group | None = None) -> None:
-        """Begin the sums of `gradients` over the replicas, bucket by bucket; take each bucket's out of the mapping.
-
-        Arrived sums are added up over their `owners`.
-        """
-        data = self._connection.rank.group("data")
-        if gradients and self._begin is None:
-            self._begin = self._measured.stopwatch.mark()
-        for index, shard in enumerate(self._shards):
-            if any(name in gradients for name in shard.names):
-                flat = shard.flatten(gradients)
-                for name in shard.names:
-                    del gradients[name]  # a second copy of all would not fit
-                self._posted.append((data.post_reduce_scatter(flat), owners, [index]))
-                del flat  # gloo has a copy
-        names = list(gradients)
-        if data.size == 1:
-            tensors = list(gradients.values())
-            if owners is not None:
-                sum_over(owners, tensors)
-            self._summed.update(zip(names, tensors, strict=True))
+    def _hand_out(self, bucket: Bucket, names: Sequence[str], summed: Tensor) -> None:
+        """Keep the gradients of `names`, which have come in `bucket`, for `take`."""
+        if bucket.shard is not None:
+            self._rows.append(summed)
+            self._summed[bucket.shard] = summed
             return
-        for bucket in list(fill_buckets(list(gradients.values()))):
-            own = {names[i]: gradients.pop(names[i]) for i in bucket}
-            self._posted.append((data.post_all_reduce(list(own.values())), owners, list(own)))
+        if summed.data_ptr() != bucket.flat.data_ptr():
+            bucket.flat.copy_(summed)
+        self._rows.append(bucket.flat.data)
+        self._summed.update((name, bucket.views[name].data) for name in names)

@@ -34,7 +34,7 @@ class FlatShard:
         self.shapes = [weight.shape for weight in weights.values()]
         self._group = group
         self._used = sum(shape.numel() for shape in self.shapes)
-        wide = self.flatten({name: weight.detach() for name, weight in weights.items()})
+        wide = self._flatten({name: weight.detach() for name, weight in weights.items()})
         self.flat = wide.to(dtype)
         self._views = self._view()
         self.own = nn.Parameter(self.part(wide).clone())
@@ -44,13 +44,8 @@ class FlatShard:
         """Return a view of this replica's elements of a `flat` row."""
         return flat.view(self._group.size, len(flat) // self._group.size)[self._group.index]
 
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the `tensors` of this shard's parameters in a padded row. ValueError where one is missing."""
-        if missing := [name for name in self.names if name not in tensors]:
-            raise ValueError(
-                f"{', '.join(missing[:5])} took no part in the loss and has no gradient, which a sharded optimizer "
-                "cannot leave out: make the optimizer without it, or freeze it before the optimizer is sharded"
-            )
+    def _flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the `tensors` of this shard's parameters in a padded row."""
         rows = [tensors[name].reshape(-1) for name in self.names]
         padding = -self._used % self._group.size
         return torch.cat([*rows, rows[0].new_zeros(padding)])

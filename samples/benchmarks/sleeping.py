@@ -140,7 +140,7 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
     def pass_by(stage: int) -> None:
         """Nothing begins or ends with a stage: there are no gradients to sum."""
 
-    return partial(executor.run, weights, inputs, seeds, pass_by, pass_by)
+    return partial(executor.run, weights, inputs, seeds, pass_by)
 
 
 def make_torch_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Callable[[], object]:

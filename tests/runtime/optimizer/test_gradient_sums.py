@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.comm.groups import Running
+from autoptd.runtime.comm.groups import LocalGroup, Running
 from autoptd.runtime.comm.timings import Measured, Stopwatch
 from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums
 from autoptd.runtime.optimizer.zero1 import FlatShard
@@ -37,15 +37,15 @@ def sum_gradients(
     here = connection.rank.coordinates.pipeline
     measured = Measured(Stopwatch(connection.rank.device))
     completion = Completion.of(manifest, here, [Action(here, Kind("B"), 0)])
-    sums = GradientSums(manifest, connection, completion, shards, measured)
+    sums = GradientSums(manifest, connection, completion, shards)
     leaves = {name: torch.zeros_like(g, requires_grad=True) for name, g in gradients.items()}
-    sums.follow({here: leaves})
-    sums.start(())
+    sums.follow(sums.attach({here: leaves}, frozenset(leaves)))
+    sums.start((), measured)
     for name, leaf in leaves.items():
         (leaf * gradients[name]).sum().backward()
     sums.end_stage(here)
     sums.finish()
-    found = sums.take([0] if shards else list(gradients))
+    found = sums.take([0] if shards else list(gradients)).gradients
     return {name: g for name, g in zip(gradients, found, strict=True) if g is not None}
 
 
@@ -116,20 +116,37 @@ def test_owners_have_the_same_bits_in_whatever_order_each_adds_up_its_replicas(s
     assert len({tuple(gradient.tolist()) for gradient in found}) == 1
 
 
+def test_a_parameter_without_a_gradient_is_named_where_it_is_in_a_shard() -> None:
+    manifest = manifest_of((1, 1, 1), *(Parameter(name, (2,), torch.float32) for name in ("first", "second")))
+    connection = run_threads(manifest, lambda connection: connection)[0]
+    completion = Completion.of(manifest, 0, [Action(0, Kind("B"), 0)])
+    leaves = {name: torch.zeros(2, requires_grad=True) for name in ("first", "second")}
+    shard = FlatShard({name: leaf.detach() for name, leaf in leaves.items()}, torch.float32, LocalGroup())
+    sums = GradientSums(manifest, connection, completion, [shard])
+    sums.follow(sums.attach({0: leaves}, frozenset(leaves)))
+    sums.start((), Measured(Stopwatch(connection.rank.device)))
+    leaves["first"].sum().backward()
+    with pytest.raises(
+        ValueError,
+        match=r"^second took no part in the loss and has no gradient, .*: make the optimizer without it",
+    ):
+        sums.end_stage(0)
+
+
 def test_half_precision_is_summed_in_float32() -> None:
     manifest = manifest_of((1, 1, 1), Parameter("weight", (1,), torch.bfloat16))
     connection = run_threads(manifest, lambda connection: connection)[0]
     measured = Measured(Stopwatch(connection.rank.device))
     completion = Completion.of(manifest, 0, [Action(0, Kind("B"), 0)])
-    sums = GradientSums(manifest, connection, completion, (), measured)
+    sums = GradientSums(manifest, connection, completion, ())
     leaf = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    sums.follow({0: {"weight": leaf}})
-    sums.start(())
+    sums.follow(sums.attach({0: {"weight": leaf}}, frozenset(["weight"])))
+    sums.start((), measured)
     for _ in range(257):  # in bfloat16 the sum would stop growing at 256
         leaf.sum().backward()
     sums.end_stage(0)
     sums.finish()
-    (found,) = sums.take(["weight"])
+    (found,) = sums.take(["weight"]).gradients
     assert found is not None
     assert found.dtype is torch.float32
     assert found.item() == 257

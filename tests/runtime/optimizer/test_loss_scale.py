@@ -153,7 +153,7 @@ def test_where_no_factor_helps_the_step_is_refused_and_the_factor_as_it_was(
         parallel._runner.loss_scale = LossScale()
         batch = chain.batch()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(parallel._runner.shape.sums, "gradients", lambda: [torch.tensor([torch.nan])])
+            patch.setattr(parallel._weights.sums, "gradients", lambda: [torch.tensor([torch.nan])])
             with pytest.raises(FloatingPointError, match="a gradient is not finite"):
                 parallel(**batch)
         parallel(**batch)["loss"].backward()

@@ -185,15 +185,6 @@ def test_optimizers_that_cannot_be_sharded_are_refused() -> None:
     run_threads(chain.manifest, refuse)
 
 
-def test_a_parameter_without_a_gradient_is_named() -> None:
-    shard = FlatShard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
-    with pytest.raises(
-        ValueError,
-        match=r"second took no part in the loss and has no gradient, .*: make the optimizer without it",
-    ):
-        shard.flatten({"first": torch.zeros(2)})
-
-
 def test_steps_of_one_shard_must_agree() -> None:
     shard = FlatShard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
     states = {name: {"step": torch.tensor(float(i))} for i, name in enumerate(shard.names)}
