@@ -41,7 +41,7 @@ IMPORTS = {
         "checkpoint": "comm guards optimizer program user_warnings weights",
         "collectives": "comm kernels",
         "comm": "health program randomness",
-        "engine": "comm optimizer program randomness user_warnings weights",
+        "engine": "comm kernels optimizer program randomness user_warnings weights",
         "guards": "comm engine health optimizer program user_warnings weights",
         "health": "program",
         "kernels": "comm randomness",

@@ -63,7 +63,7 @@ class BoundShape:
         They are made anew for one reason: `tensors` or `trained` is another object. A stage has leaves of its own: a
         tied parameter's uses add up separately.
         """
-        if not self.leaves.number or tensors is not self._made_for[0] or trained is not self._made_for[1]:
+        if not self.leaves.by_stage or tensors is not self._made_for[0] or trained is not self._made_for[1]:
             self._made_for = tensors, trained
             slices = {**tensors, **self.slices, **narrow}
             by_stage = {

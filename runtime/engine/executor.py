@@ -7,7 +7,7 @@ have arrived, or at the end of the step; a receive is waited for by the forward 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.comm.timings import Measured, Stopwatch
 from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer, find_acknowledged
+from autoptd.runtime.engine.captures import Captures
 from autoptd.runtime.engine.graphs import GraphSlot
 from autoptd.runtime.engine.slot import Slot, StageCall
 from autoptd.runtime.optimizer.gradient_sums import GradientSums
@@ -69,15 +70,11 @@ class StageRun:
         roots = (
             tuple(i for i, b in enumerate(interface.sends) if b.requires_grad) if interface.sends else (0,)
         )
-        refused: set[Hashable] = set()
         call = StageCall(partial(function, rank), leaves, roots, len(interface.sends) or 1)
         self._places, self._last = slots, last
         count = max(slots.values(), default=0) + 1
-        self._graphed = [GraphSlot(call, rank.device, refused) for _ in range(count)] if graphs else []
-        self._slots: Sequence[Slot] = self._graphed or [Slot(call, rank.device) for _ in range(count)]
-        self._memory: Hashable = None  # that the graphs read
-        self._run_modes: set[Hashable] = set()
-        self._mode: Hashable = None
+        self.graphed = [GraphSlot(call, rank.device) for _ in range(count)] if graphs else []
+        self._slots: Sequence[Slot] = self.graphed or [Slot(call, rank.device) for _ in range(count)]
         b, m = manifest.microbatch_size, manifest.num_microbatches
         self._moments = torch.zeros(m, 3, dtype=torch.int64, device=rank.device)
         first = rank.coordinates.data * b * m
@@ -92,17 +89,9 @@ class StageRun:
     ) -> None:
         """Begin a step with its weights, batch inputs and seeds (one row per microbatch); clear what a broken one left.
 
-        The losses of the microbatches are differentiated with `seeds`; None: forwards only. Graphs run where `sums` say
-        what memory they read and write, and this is not the first step of its kind.
+        The losses of the microbatches are differentiated with `seeds`; None: forwards only. The last backward's
+        gradients go on their way by `sums`.
         """
-        memory = sums.memory if sums is not None and self._graphed else None
-        if memory is not None and memory != self._memory:
-            self._memory = memory
-            for graphed in self._graphed:
-                graphed.forget()
-        self._mode = memory and (memory.leaves, self._randomness.training, seeds is not None)
-        for graphed in self._graphed:
-            graphed.mode = self._mode if self._mode in self._run_modes else None
         if self._last is not None:
             watched = None if sums is None or seeds is None else sums.watch(self._index)
             self._slots[self._places[self._last]].watch = watched
@@ -110,18 +99,20 @@ class StageRun:
         # Filled, not copied from numbers: on a GPU a copy would wait for it.
         self._moments[:, 0].fill_(as_signed(self._randomness.seed))
         self._moments[:, 1].fill_(self._randomness.call)
+        self.losses.clear()
+        self._clear()
+
+    def _clear(self) -> None:
         for slot in self._slots:
             slot.clear()
-        self.losses.clear()
         for buffer in (self.arrival, self.departure, self.gradient_arrival, self.gradient_departure):
             if buffer is not None:
                 buffer.clear()
 
     def finish(self) -> None:
         """End a step that is whole; let go of its batch."""
-        if self._mode is not None:
-            self._run_modes.add(self._mode)
-        self.start({}, (), None)
+        self._weights, self._inputs, self._seeds, self.losses = {}, (), None, {}
+        self._clear()
 
     def forward(self, microbatch: int) -> None:
         """Run the stage on `microbatch` in its slot, and put its outputs for departure."""
@@ -188,6 +179,8 @@ class Executor:
             )
             for stage in manifest.stages[here :: manifest.mesh.pipeline]
         }
+        graphed = {index: stage.graphed for index, stage in self.stages.items()} if graphs else {}
+        self.captures = Captures(connection.rank, connection.world, graphed)
         for boundary in range(len(manifest.stages) - 1):
             self._join(boundary)
         for receive, sent in find_acknowledged(schedule, here).items():
@@ -280,6 +273,7 @@ class Executor:
         position = self._connection.position
         # The program's own casts decide: autocast around the call would change the values that cross a boundary.
         with torch.set_grad_enabled(gradients), torch.autocast(self._device.type, enabled=False):
+            self.captures.begin(None if sums is None else sums.memory, weights, gradients)
             for step, action, begins, ends in self._steps if gradients else self._forward_steps:
                 position.act(action)
                 try:

@@ -12,9 +12,8 @@
 from __future__ import annotations
 
 import gc
-import linecache
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -23,8 +22,6 @@ from torch import Tensor
 
 from autoptd.runtime.engine.slot import Kept, Slot, StageCall, Weights
 from autoptd.runtime.optimizer.bucket_watch import BucketWatch
-from autoptd.runtime.program.program_text import line_of
-from autoptd.runtime.user_warnings import warn_caller
 
 # Tests add "cpu", where a replay is a plain call.
 graph_devices = {"cuda"}
@@ -47,7 +44,6 @@ class Replay:
 
     def _capture(self, device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(device)
         collecting = gc.isenabled()
         gc.disable()  # what is collected may ask the device, which breaks a capture
         try:
@@ -57,14 +53,22 @@ class Replay:
                 try:
                     self.result = self._work()
                 except BaseException:
-                    with suppress(RuntimeError):  # says once more that the capture has failed
-                        graph.capture_end()
+                    _break_off(graph, device, pool)
                     raise
                 graph.capture_end()
         finally:
             if collecting:
                 gc.enable()
         return graph
+
+
+def _break_off(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """End a capture that has failed, and let the allocator know, which `capture_end` does not get to."""
+    try:
+        graph.capture_end()
+    except RuntimeError:  # says once more that the capture has failed
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 @cache
@@ -101,81 +105,54 @@ def _after(event: torch.cuda.Event | None, device: torch.device) -> Iterator[Non
 
 
 class GraphSlot(Slot):
-    """A slot that replays its work; in a step without a `mode` it works as any slot.
+    """A slot that replays its work in a step with a `mode`, in which it was captured; else it works as any slot.
 
-    `mode` names what the work depends on besides the values in memory. Work is captured in the second step of a mode:
-    the first has compiled kernels and made workspaces.
+    `mode` names what the work depends on besides the values in memory.
     """
 
-    def __init__(self, call: StageCall, device: torch.device, refused: set[Hashable]) -> None:
-        """`refused` are the modes in which the stage cannot be captured, for all of its slots."""
+    def __init__(self, call: StageCall, device: torch.device) -> None:
         super().__init__(call, device)
         self.mode: Hashable = None
-        self.refused, self._device = refused, device
-        self._running: Replay | None = None
+        self._device = device
         self.forget()
 
     def forget(self) -> None:
-        """Forget all graphs, which read memory that is no longer used."""
-        self._pool: Any = None
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self._pool = torch.cuda.graph_pool_handle()
-        self._forwards: dict[Hashable, Replay] = {}
-        self._backwards: dict[Hashable, Replay] = {}
+        """Forget all graphs, and leave their memory."""
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._graphs: dict[Hashable, tuple[Replay, Replay | None]] = {}
+
+    def capture(self, mode: Hashable, weights: Weights, trains: bool) -> None:
+        """Capture the work of `mode` on memory that an earlier step has made; nothing of it runs.
+
+        Both the forward and, where it `trains`, the backward, so that either both can be replayed or none.
+        """
+        forward = Replay(partial(self.call.run, weights, self.values, trains), self._device, self._pool)
+        differentiate = partial(_differentiate, forward, self.gradients, self.watch, self._device)
+        self._graphs[mode] = forward, Replay(differentiate, self._device, self._pool) if trains else None
+        if forward.result is not None:
+            # Autograd's nodes are spent; alive, they would tie the weights' leaves to the stream of the capture.
+            forward.result = forward.result[0], None
 
     def forward(
         self, weights: Weights, values: Sequence[Tensor], moment: Tensor, trains: bool
     ) -> list[Tensor]:
-        self._running = None
-        if self.mode is None or self.mode in self.refused:
+        if self.mode is None:
             return super().forward(weights, values, moment, trains)
         self.load(values, moment)
-        if self.mode not in self._forwards:
-            try:
-                work = partial(self.call.run, weights, self.values, trains)
-                self._forwards[self.mode] = Replay(work, self._device, self._pool)
-            except Exception as error:
-                self._refuse("forward", error)
-                return super().forward(weights, values, moment, trains)
-        self._weights, self._running = weights, self._forwards[self.mode]
-        self._running.run()
-        return [output.clone() for output in self._running.result[0]]
+        forward, _ = self._graphs[self.mode]
+        forward.run()
+        return [output.clone() for output in forward.result[0]]
 
     def backward(self, gradients: Sequence[Tensor], last: bool = False) -> list[Tensor]:
-        if (forward := self._running) is None:
+        if self.mode is None:
             return super().backward(gradients, last)
         self.load_gradients(gradients)
-        if self.mode not in self._backwards:
-            try:
-                work = partial(_differentiate, forward, self.gradients, self.watch, self._device)
-                self._backwards[self.mode] = Replay(work, self._device, self._pool)
-            except Exception as error:
-                self._refuse("backward", error)
-                # What autograd kept of the captured forward is spent.
-                _, self._kept = self.call.run(self._weights, self.values, trains=True)
-                return super().backward(gradients, last)
-        self._backwards[self.mode].run()
-        # Autograd's nodes are spent; alive, they would tie the weights' leaves to the stream of the capture.
-        forward.result = forward.result[0], None
-        departing, marks = self._backwards[self.mode].result
+        _, backward = self._graphs[self.mode]
+        assert backward is not None
+        backward.run()
+        departing, marks = backward.result
         if last and self.watch is not None:
             for number, event in enumerate(marks):
                 with _after(event, self._device):
                     self.watch.post(number)
         return [gradient.clone() for gradient in departing]
-
-    def _refuse(self, what: str, error: Exception) -> None:
-        """Warn that the `what` of the stage cannot be captured, and do without graphs in this mode."""
-        self._forwards.pop(self.mode, None)
-        self.refused.add(self.mode)
-        first: BaseException = error
-        while first.__context__ is not None:  # later ones say that the capture has failed
-            first = first.__context__
-        filename = self.call.function.func.__code__.co_filename
-        line = line_of(first, filename)
-        place = f"{filename}:{line}: {linecache.getline(filename, line).strip()}: " if line else ""
-        reason = f"{place}{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
-        warn_caller(
-            f"the {what} of {filename} runs without CUDA graphs (bind(graphs=False) has none): {reason}"
-        )

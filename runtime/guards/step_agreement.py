@@ -31,11 +31,9 @@ def compare_ranks(
     loss: Tensor,
     gradients: Sequence[Tensor],
     copies: Copies,
-    *,
-    trains: bool,
-    changed: bool,
-) -> tuple[bool, bool, bool]:
-    """Return whether the loss or a gradient is not finite, whether a rank lacks gradients, and whether one `changed`.
+    flags: Sequence[bool],
+) -> list[bool]:
+    """Return whether the loss or a gradient is not finite, and then of each of the `flags` whether some rank raises it.
 
     The same answers on every rank.
 
@@ -50,19 +48,20 @@ def compare_ranks(
         nonfinite, unknown = torch.stack([broken, wrong]).tolist()
         if unknown:
             check_rows(manifest, batch)
-        return nonfinite, not trains, False
+        return [nonfinite, *flags]
     batches = torch.full((mesh.data,), ABSENT, device=rank.device)
     if mesh.tensor * mesh.pipeline > 1:
         batches[rank.coordinates.data] = hash_batch(batch, rank.device)
     # A number that is made a tensor, or set as an element, is copied, and each copy waits for the GPU.
-    mode, *flags = (
+    mode, *raised = (
         torch.full((1,), int(number), device=rank.device)
-        for number in (2 * rank.randomness.call + rank.randomness.training, changed, not trains)
+        for number in (2 * rank.randomness.call + rank.randomness.training, *flags)
     )
     hashes = with_complements(torch.cat([batches, mode, copies.fingerprint()]))
-    own = torch.cat([hashes, *flags, torch.stack([broken, wrong])])
-    *maxima, moved, lacking, nonfinite, unknown = connection.world.all_reduce(own, "max").tolist()
-    for place in find_unlike(maxima):
+    own = torch.cat([hashes, torch.stack([broken, wrong]), *raised])
+    maxima = connection.world.all_reduce(own, "max").tolist()
+    nonfinite, unknown, *found = map(bool, maxima[len(hashes) :])
+    for place in find_unlike(maxima[: len(hashes)]):
         if place < mesh.data:
             raise ValueError(describe_difference(mesh, connection.world, batch, place))
         if place == mesh.data:
@@ -71,7 +70,7 @@ def compare_ranks(
     if unknown:
         check_rows(manifest, batch)
         raise ValueError("another replica's batch has row numbers outside its table: its ranks say which")
-    return bool(nonfinite), bool(lacking), bool(moved)
+    return [nonfinite, *found]
 
 
 def describe_modes(connection: Connection) -> str:

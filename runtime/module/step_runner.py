@@ -131,16 +131,18 @@ class StepRunner:
         summed = sums.gradients() if gradients and scale is None else []
         trains = not gradients or bool(sums.gradients())
         changed = watch.trained != watch.agreed
-        nonfinite, lacking, watch.stale = compare_ranks(
-            manifest, self._connection, batch, pair[0], summed, self._copies, trains=trains, changed=changed
+        flags = not trains, changed, shape.executor.captures.wants
+        nonfinite, lacking, watch.stale, wanted = compare_ranks(
+            manifest, self._connection, batch, pair[0], summed, self._copies, flags
         )
+        shape.executor.captures.agree(wanted)
         if gradients:
             self.gradients_everywhere = not lacking
             if watch.stale:  # some rank froze others since: this step was of what all had agreed on
                 self.loss_scale = before
                 return self._run(number, batch, gradients)
         if nonfinite and gradients:
-            sums.clear()
+            sums.start((), shape.executor.measured)  # the repetition would find an old infinity in a sum
             unlabelled = divisors.isinf().nonzero().flatten().tolist()
             known = manifest, self._connection, batch, pair[0], summed
             with self._connection.exchange():

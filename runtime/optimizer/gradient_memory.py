@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count as counter
 
 import torch
 from torch import Tensor
@@ -19,14 +20,14 @@ product_devices = {"cuda"}
 
 @dataclass(eq=False)
 class StageLeaves:
-    """The leaves that the stages of one input shape compute with, by stage and name; `number` counts those made anew.
+    """The leaves that the stages of one input shape compute with, by stage and name; no others have their `number`.
 
     The first step with them shows which parameters `arrived` with a gradient, and, by stage and mode, after which
     leaf of its last backward each bucket is complete, the `triggers`.
     """
 
     by_stage: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
-    number: int = 0
+    number: int = field(default_factory=counter(1).__next__)
     arrived: set[str] | None = None
     triggers: dict[Hashable, dict[str, list[int]]] = field(default_factory=dict)
 
@@ -45,23 +46,36 @@ class Bucket:
     def __init__(self, leaves: Mapping[str, Tensor], shard: int | None, parts: int) -> None:
         """Make memory for sums of the gradients of `leaves`, padded so that `parts` divides it."""
         self.shard = shard
-        first, sizes = next(iter(leaves.values())), [leaf.numel() for leaf in leaves.values()]
-        count = sum(sizes)
+        first, count = next(iter(leaves.values())), sum(leaf.numel() for leaf in leaves.values())
         self.flat = torch.zeros(count + -count % parts, dtype=widen(first.dtype), device=first.device)
-        rows = zip(leaves.items(), self.flat[:count].split(sizes), strict=True)
-        # As `data` each counts the writes into it alone.
-        self.views = {name: row.view(leaf.shape).data for (name, leaf), row in rows}
-        del rows
-        self._uses = self._count_uses()
+        self._shapes = {name: leaf.shape for name, leaf in leaves.items()}
+        self.views = self._view(self.flat)
+        self._uses, self._was_kept = self._count_uses(), False
+
+    def _view(self, row: Tensor) -> dict[str, Tensor]:
+        """Return the parameters' parts of a `row`. As ``data`` each counts the writes into it alone."""
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        parts = row[: sum(sizes)].split(sizes)
+        return {
+            name: part.view(shape).data
+            for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
+
+    def lend(self) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the row and the gradients in it, by name, for the parameters: copies, if any was kept before."""
+        if self._was_kept:
+            row = self.flat.clone()
+            return row, self._view(row)
+        return self.flat.data, {name: view.data for name, view in self.views.items()}
 
     def renew(self) -> bool:
         """Take other memory where other tensors are kept in this one; return whether there are."""
         if self._count_uses() <= self._uses:
             return False
-        self.flat.set_(torch.empty_like(self.flat))
-        for view in self.views.values():
-            place = view.storage_offset(), view.shape, view.stride()
-            view.set_(self.flat.untyped_storage(), *place)  # type: ignore[call-overload]
+        self._was_kept = True
+        memory = torch.empty_like(self.flat).untyped_storage()
+        for x in (self.flat, *self.views.values()):
+            x.set_(memory, x.storage_offset(), x.shape, x.stride())
         return True
 
     def _count_uses(self) -> int:
@@ -84,6 +98,7 @@ class GradientMemory:
             for bucket in self
             for name, view in bucket.views.items()
         }
+        self._further = [each for sums in self.sums.values() for each in sums[1:]]
 
     def __iter__(self) -> Iterator[Bucket]:
         return (bucket for own in self.buckets.values() for bucket in own)
@@ -109,8 +124,7 @@ class GradientMemory:
             if gradient.untyped_storage().data_ptr() in own:
                 gradient.set_(gradient.clone())  # type: ignore[call-overload]
         self.moves += sum(bucket.renew() for bucket in self)
-        further = (sum for sums in self.sums.values() if len(sums) > 1 for sum in sums[1:])
-        if written := [*(bucket.flat for bucket in self), *further]:
+        if written := [bucket.flat for bucket in self] + self._further:
             torch._foreach_zero_(written)
 
 
@@ -130,16 +144,14 @@ def lay_out(
 
     def divide(row: Sequence[str]) -> Iterator[Bucket]:
         found = {name: own[0] for name in reversed(row) if (own := leaves.of(name))}
-        groups: list[tuple[int | None, Sequence[str]]] = [
-            (index, shards[index])
-            for index in dict.fromkeys(places[name] for name in found if name in places)
-        ]
+        groups = [shards[i] for i in dict.fromkeys(places[name] for name in found if name in places)]
         whole = [name for name in found if name not in places]
-        for names in ([n for n in whole if n not in late], [n for n in whole if n in late]):
-            wide = [torch.empty(found[n].shape, dtype=widen(found[n].dtype), device="meta") for n in names]
-            groups += ((None, [names[i] for i in bucket]) for bucket in fill_buckets(wide))
-        for shard, names in sorted(groups, key=lambda group: any(name in late for name in group[1])):
-            yield Bucket({name: found[name] for name in names}, shard, 1 if shard is None else parts)
+        for alike in ([n for n in whole if n not in late], [n for n in whole if n in late]):
+            wide = [torch.empty(found[n].shape, dtype=widen(found[n].dtype), device="meta") for n in alike]
+            groups += [[alike[i] for i in bucket] for bucket in fill_buckets(wide)]
+        for group in sorted(groups, key=lambda group: any(name in late for name in group)):
+            shard = places.get(group[0])
+            yield Bucket({name: found[name] for name in group}, shard, 1 if shard is None else parts)
 
     return GradientMemory({key: list(divide(row)) for key, row in rows.items()}, leaves)
 

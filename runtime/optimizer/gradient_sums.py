@@ -47,11 +47,14 @@ class Completion:
     @property
     def rows(self) -> dict[Hashable, tuple[str, ...]]:
         """The parameters that are complete together, by the stage or the owners."""
-        return dict[Hashable, tuple[str, ...]](self.after) | dict[Hashable, tuple[str, ...]](self.late)
+        rows: dict[Hashable, tuple[str, ...]] = {}
+        rows.update(self.after.items())
+        rows.update(self.late.items())
+        return rows
 
 
 class Memory(NamedTuple):
-    """The memory of a step: numbers of the leaves that it read and of the sums that it wrote, counted anew."""
+    """The memory of a step: the number of the leaves that it reads, and how often their sums have moved."""
 
     leaves: int
     sums: int
@@ -87,7 +90,6 @@ class GradientSums:
             if placement.partial_gradient and connection.rank.group("tensor").size > 1
         }
         self._data = connection.rank.group("data")
-        self._made = 0
         self.release()
 
     def release(self) -> None:
@@ -107,8 +109,7 @@ class GradientSums:
         self, by_stage: Mapping[int, Mapping[str, Tensor]], trained: frozenset[str] | None
     ) -> StageLeaves:
         """Return new leaves of the stages, those of `trained` parameters attached to their sums."""
-        self._made += 1
-        leaves = StageLeaves(by_stage, self._made)
+        leaves = StageLeaves(by_stage)
         if trained != self._trained:
             self._trained = trained
             self._memory = lay_out(
@@ -237,5 +238,6 @@ class GradientSums:
             return
         if summed.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(summed)
-        self._rows.append(bucket.flat.data)
-        self._summed.update((name, bucket.views[name].data) for name in names)
+        row, gradients = bucket.lend()
+        self._rows.append(row)
+        self._summed |= {name: gradients[name] for name in names}

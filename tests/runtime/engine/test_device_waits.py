@@ -64,7 +64,7 @@ def test_ranks_are_compared_by_one_look(mesh: tuple[int, int, int]) -> None:
     loss = torch.zeros((), dtype=torch.float64, device=META)
     manifest: Any = SimpleNamespace(mesh=chain.mesh, inputs=(Input("ids", (2,), torch.int64, 0, rows=4),))
     with Waits() as waits, pytest.raises(NotImplementedError):  # what is looked at has no values
-        compare_ranks(manifest, stand_in(chain.mesh), batch, loss, [loss], copies, trains=True, changed=False)
+        compare_ranks(manifest, stand_in(chain.mesh), batch, loss, [loss], copies, (False, True))
     assert waits.found == ["tolist"]
 
 

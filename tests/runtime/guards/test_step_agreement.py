@@ -89,20 +89,9 @@ def test_a_hundred_perturbations_are_caught_and_named() -> None:
             if connection.world.index == rank:
                 batch[name].view(-1)[place] += 1
             with pytest.raises(ValueError, match="differs inside replica") as error:
-                compare_ranks(
-                    chain.manifest, connection, batch, torch.ones(()), [], own, trains=True, changed=False
-                )
+                compare_ranks(chain.manifest, connection, batch, torch.ones(()), [], own, ())
             caught.append(str(error.value))
-        compare_ranks(
-            chain.manifest,
-            connection,
-            chain.batch(at.data),
-            torch.ones(()),
-            [],
-            own,
-            trains=True,
-            changed=False,
-        )
+        compare_ranks(chain.manifest, connection, chain.batch(at.data), torch.ones(()), [], own, ())
         return caught
 
     messages = run_threads(chain.manifest, body)
@@ -381,21 +370,13 @@ def test_steps_that_come_to_the_same_are_the_same(sharded: bool, tmp_path: Path)
 def test_replicas_have_batches_of_their_own() -> None:
     chain = Chain((1, 2, 2))
 
-    def body(connection: Connection) -> tuple[bool, bool, bool]:
+    def body(connection: Connection) -> list[bool]:
         batch = chain.batch(connection.rank.coordinates.data)
         own, loss = copies(chain, connection), torch.ones(())
-        return compare_ranks(
-            chain.manifest,
-            connection,
-            batch,
-            loss,
-            [],
-            own,
-            trains=connection.world.index < 3,
-            changed=connection.world.index == 1,
-        )
+        flags = [connection.world.index == 3, False, connection.world.index == 1]
+        return compare_ranks(chain.manifest, connection, batch, loss, [], own, flags)
 
-    assert run_threads(chain.manifest, body) == [(False, True, True)] * 4
+    assert run_threads(chain.manifest, body) == [[False, True, False, True]] * 4
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
@@ -407,15 +388,11 @@ def test_one_rank_with_a_broken_gradient_tells_all(value: float) -> None:
         gradient = torch.tensor([1e30, value if rank == 2 else -1e30])
         batch = chain.batch(connection.rank.coordinates.data)
         own, loss = copies(chain, connection), torch.ones(())
-        whole = compare_ranks(
-            chain.manifest, connection, batch, loss, [torch.ones(2)], own, trains=True, changed=False
-        )
-        broken = compare_ranks(
-            chain.manifest, connection, batch, loss, [gradient], own, trains=True, changed=False
-        )
+        whole = compare_ranks(chain.manifest, connection, batch, loss, [torch.ones(2)], own, ())
+        broken = compare_ranks(chain.manifest, connection, batch, loss, [gradient], own, ())
         return whole, broken
 
-    assert run_threads(chain.manifest, body) == [((False, False, False), (True, False, False))] * 4
+    assert run_threads(chain.manifest, body) == [([False], [True])] * 4
 
 
 def test_large_and_empty_gradients_are_finite() -> None:
