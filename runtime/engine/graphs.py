@@ -53,7 +53,7 @@ class Replay:
                 try:
                     self.result = self._work()
                 except BaseException:
-                    _break_off(graph, device, pool)
+                    _break_off(graph, pool)
                     raise
                 graph.capture_end()
         finally:
@@ -62,13 +62,13 @@ class Replay:
         return graph
 
 
-def _break_off(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+def _break_off(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     """End a capture that has failed, and let the allocator know, which `capture_end` does not get to."""
     try:
         graph.capture_end()
     except RuntimeError:  # says once more that the capture has failed
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
 
 @cache

@@ -17,14 +17,14 @@ from autoptd.runtime.optimizer.gradient_memory import Bucket
 class BucketWatch:
     """A watch over the `buckets` of a stage's `leaves` in its last backward, each of which `post` sends by its number.
 
-    `triggers` are the numbers of the buckets that are complete after a leaf, by its name; empty until a backward has
-    shown them. Autograd visits the leaves of one graph in the same order each time.
+    `triggers` tell how many buckets are complete after a leaf, by its name; empty until a backward has shown it.
+    Autograd visits the leaves of one graph in the same order each time.
     """
 
     leaves: Mapping[str, Tensor]
     buckets: Sequence[Bucket]
     post: Callable[[int], None]
-    triggers: dict[str, list[int]]
+    triggers: dict[str, int]
 
     @contextmanager
     def report(self, complete: Callable[[int], None]) -> Iterator[None]:
@@ -35,14 +35,14 @@ class BucketWatch:
         order: list[str] = []
         versions: list[list[int]] = []
 
-        def tell(number: int) -> None:
-            complete(number)
-            versions.append(self._read_versions(number))
+        def tell(count: int) -> None:
+            for number in range(len(versions), count):
+                complete(number)
+                versions.append(self._read_versions(number))
 
         def pass_leaf(name: str, *_: object) -> None:
             order.append(name)
-            for number in self.triggers.get(name, ()):
-                tell(number)
+            tell(self.triggers.get(name, 0))
 
         # A node that is reached without a gradient has been added to by a product.
         handles = [
@@ -56,8 +56,7 @@ class BucketWatch:
                 handle.remove()
         if not self.triggers:
             self._learn(order)
-        for number in range(len(versions), len(self.buckets)):
-            tell(number)
+        tell(len(self.buckets))
         for number, found in enumerate(versions):
             if found != self._read_versions(number):
                 names = ", ".join(self.buckets[number].views)
@@ -70,7 +69,7 @@ class BucketWatch:
         for number, bucket in enumerate(self.buckets):
             latest = max([latest, *(places[name] for name in bucket.views if name in places)])
             if latest >= 0:
-                self.triggers.setdefault(order[latest], []).append(number)
+                self.triggers[order[latest]] = number + 1
 
     def _read_versions(self, number: int) -> list[int]:
         return [view._version for view in self.buckets[number].views.values()]

@@ -22,14 +22,14 @@ product_devices = {"cuda"}
 class StageLeaves:
     """The leaves that the stages of one input shape compute with, by stage and name; no others have their `number`.
 
-    The first step with them shows which parameters `arrived` with a gradient, and, by stage and mode, after which
-    leaf of its last backward each bucket is complete, the `triggers`.
+    The first step with them shows which parameters `arrived` with a gradient, and, by stage and mode, how many buckets
+    are complete after each leaf of its last backward, the `triggers`.
     """
 
     by_stage: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     number: int = field(default_factory=counter(1).__next__)
     arrived: set[str] | None = None
-    triggers: dict[Hashable, dict[str, list[int]]] = field(default_factory=dict)
+    triggers: dict[Hashable, dict[str, int]] = field(default_factory=dict)
 
     def of(self, name: str) -> list[Tensor]:
         """Return the trained leaves of a parameter, by stage, ascending."""

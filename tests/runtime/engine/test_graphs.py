@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -231,6 +232,142 @@ def test_sums_stay_in_place_while_nobody_keeps_a_gradient() -> None:
         places.append([p.grad.data_ptr() for p in parallel.parameters() if p.grad is not None])
         parallel.zero_grad()
     assert places[1] == places[2] == places[3] == places[4]
+
+
+def test_a_gradient_that_is_kept_moves_its_sum_once() -> None:
+    parallel = compile_gpt().bind()
+    kept: list[Any] = []
+    moves = []
+    for step in range(6):
+        parallel(**make_batch(step))[1].backward()
+        kept.append([p.grad for p in parallel.parameters()])
+        moves.append(parallel._weights.sums.memory.sums)
+        parallel.zero_grad()
+    assert moves[1] > 0
+    assert moves[1:] == moves[1:2] * 5
+    assert captured_in(parallel)
+
+
+def test_shards_of_an_optimizer_between_steps_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "Replay", TapeReplay)
+    program = compile_gpt()
+    found = []
+    for parallel in (program.bind(), program.bind(graphs=False)):
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+        losses = []
+        for step in range(8):
+            if step == 3:
+                optimizer = parallel.shard_optimizer(optimizer)
+            losses.append(parallel.train_step(make_batch(step), optimizer))
+        found.append(losses)
+    assert_same(*found)
+
+
+def count(found: Counter[str], x: Tensor) -> Tensor:
+    found["saved"] += 1
+    return x
+
+
+class Recorder(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def test_what_looks_at_a_step_sees_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With graphs of earlier steps at hand, and although one is asked for in this step."""
+    monkeypatch.setattr(graphs, "Replay", TapeReplay)
+    for earlier in (1, 4):
+        parallel = compile_gpt().bind()
+        train(parallel, earlier)
+        packed = Counter[str]()
+        with torch.autograd.graph.saved_tensors_hooks(partial(count, packed), lambda x: x):
+            parallel(**make_batch(7))[1].backward()
+        assert packed["saved"] > 100
+        with Recorder() as recorder:
+            parallel(**make_batch(7))[1].backward()
+        assert recorder.count > 1000
+        train(parallel, 2)
+        assert (True, True) in captured_in(parallel)
+
+
+def test_ranks_capture_before_the_schedule_and_replay_together_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = compile_gpt((1, 2, 1))
+    begun: list[int] = []
+    refusing: list[bool] = [False]
+
+    class Watched(Replay):
+        def __init__(self, *arguments: Any) -> None:
+            begun.append(len(executors[-1].measured.spans))
+            if refusing[0]:
+                raise RuntimeError("out of memory")
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(graphs, "Replay", Watched)
+    executors: list[Any] = []
+
+    def work(rank: int) -> Any:
+        found = []
+        for refuses in (False, True):
+            parallel = program.bind()
+            executors.append(parallel._shapes[0].executor)
+            refusing[0] = refuses and rank == 1
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert_same(train(parallel), train(program.bind(graphs=False)))
+            warned = any("program_01.py runs without CUDA graphs" in str(w.message) for w in caught)
+            found.append((len(captured_in(parallel)), warned))
+        return found, set(begun)
+
+    either = [((2, False), (0, False)), ((2, False), (0, True))]
+    assert run_ranks(work, 2, timeout=60) == [(list(found), {0}) for found in either]
+
+
+def test_what_moves_on_one_rank_is_captured_anew_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compile_gpt((1, 1, 2))
+
+    class Counted(Replay):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(1)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(graphs, "Replay", Counted)
+    made: list[int] = []
+
+    def work(rank: int) -> Any:
+        kept: list[Any] = []
+
+        def keep(parallel: Parallel, step: int) -> None:
+            if rank == 0 and step == 4:
+                kept.append([p.grad for p in parallel.parameters()])
+
+        replayed, plain = program.bind(), program.bind(graphs=False)
+        found = []
+        for parallel in (replayed, plain):
+            losses = []
+            for step in range(9):
+                loss = parallel(**make_batch(step + 10 * rank))[1]
+                loss.backward()
+                keep(parallel, step)
+                losses += [
+                    loss.detach(),
+                    *(p.grad.clone() for p in parallel.parameters() if p.grad is not None),
+                ]
+                parallel.zero_grad()
+            found.append(losses)
+        assert_same(*found)
+        slots = len(slots_of(replayed))
+        return len(made) // (2 * slots), len(captured_in(replayed))
+
+    assert run_ranks(work, 2, timeout=60) == [(2, 1), (2, 1)]
 
 
 def test_a_nan_is_explained_by_a_plain_run() -> None:

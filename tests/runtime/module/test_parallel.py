@@ -119,6 +119,31 @@ def test_second_backward_is_refused() -> None:
         loss.backward()
 
 
+def test_losses_of_several_calls_are_differentiated_together() -> None:
+    chain, parallel = alone(tied=True)
+    one, two = (parallel(**chain.batch(replica))["loss"] for replica in (1, 2))
+    (2 * one - 3 * two).backward()
+    found = {name: p.grad for name, p in parallel.named_parameters()}
+    expected = [Plain(chain), Plain(chain)]
+    for replica, plain in enumerate(expected, 1):
+        plain.gradients(chain.batch(replica))
+    for name, gradient in found.items():
+        first, second = (plain.get_parameter(name).grad for plain in expected)
+        assert (gradient is None) == (first is None)
+        if gradient is not None and first is not None and second is not None:
+            torch.testing.assert_close(gradient, 2 * first - 3 * second, rtol=1e-12, atol=1e-15)
+
+
+def test_autograd_returns_gradients_and_leaves_none() -> None:
+    chain, parallel = alone()
+    plain = Plain(chain)
+    plain.gradients(chain.batch())
+    weight = parallel.get_parameter("layer.0.row.weight")
+    (found,) = torch.autograd.grad(parallel(**chain.batch())["loss"], [weight])
+    torch.testing.assert_close(found, plain.get_parameter("layer.0.row.weight").grad, rtol=1e-13, atol=1e-15)
+    assert all(p.grad is None for p in parallel.parameters())
+
+
 def test_frozen_parameters_get_no_gradient() -> None:
     chain, parallel = alone()
     frozen = parallel.get_parameter("layer.0.row.weight")

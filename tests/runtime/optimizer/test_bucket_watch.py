@@ -1,0 +1,115 @@
+"""Buckets of gradients that are posted while the backward that completes them still runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoptd.runtime.optimizer.bucket_watch import BucketWatch
+from autoptd.runtime.optimizer.gradient_memory import Bucket, StageLeaves, lay_out
+
+NAMES = ("first", "second", "third")
+
+
+def watched(events: list[str]) -> tuple[dict[str, Tensor], list[Bucket], BucketWatch]:
+    """A watch over a bucket for each leaf, and the events of the leaves and buckets."""
+    leaves = {name: torch.ones(2, dtype=torch.float64, requires_grad=True) for name in NAMES}
+    own = StageLeaves({0: leaves})
+    memory = lay_out(own, {0: NAMES}, [(name,) for name in NAMES], (), 1)
+    memory.attach(own)
+    buckets = list(memory)
+    for name, leaf in leaves.items():
+        leaf.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    return leaves, buckets, BucketWatch(leaves, buckets, lambda _: None, {})
+
+
+def run(
+    leaves: dict[str, Tensor], watch: BucketWatch, events: list[str], order: tuple[str, ...] = NAMES
+) -> None:
+    """A backward that comes to the leaves against `order`."""
+    x = torch.ones(2, dtype=torch.float64)
+    for name in order:
+        x = torch.tanh(x * leaves[name])
+    events.clear()
+    with watch.report(lambda number: events.append(f"bucket {number}")):
+        x.sum().backward()
+
+
+def test_a_bucket_is_posted_as_soon_as_it_and_those_before_it_are_complete() -> None:
+    events: list[str] = []
+    leaves, _, watch = watched(events)
+    run(leaves, watch, events)
+    assert events == ["third", "second", "first", "bucket 0", "bucket 1", "bucket 2"]
+    run(leaves, watch, events)
+    assert events == ["third", "bucket 0", "second", "bucket 1", "first", "bucket 2"]
+
+
+def test_it_waits_for_the_buckets_before_it() -> None:
+    events: list[str] = []
+    leaves, _, watch = watched(events)
+    order = ("second", "third", "first")  # the backward ends with the second, whose bucket is number 1
+    run(leaves, watch, events, order)
+    run(leaves, watch, events, order)
+    assert events == ["first", "third", "bucket 0", "second", "bucket 1", "bucket 2"]
+
+
+def test_a_gradient_that_comes_later_than_before_is_refused() -> None:
+    events: list[str] = []
+    leaves, _, watch = watched(events)
+    run(leaves, watch, events)
+    with pytest.raises(RuntimeError, match="a gradient of third came after their sum over the replicas"):
+        run(leaves, watch, events, (*NAMES[::-1], "third"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_added_to_float32_and_the_leaf_keeps_none(dtype: torch.dtype) -> None:
+    leaf = torch.ones(3, dtype=dtype, requires_grad=True)
+    leaves = StageLeaves({0: {"weight": leaf}})
+    memory = lay_out(leaves, {0: ("weight",)}, (), (), 1)
+    memory.attach(leaves)
+    for _ in range(300):
+        (leaf * 1.0).sum().backward()
+    assert leaf.grad is None
+    assert memory.sums["weight"][0].tolist() == [300.0] * 3
+
+
+def test_buckets_are_of_one_dtype_and_about_their_size_and_partial_sums_come_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoptd.runtime.optimizer.gradient_buckets.BUCKET_BYTES", 32)
+    dtypes = {
+        "a": torch.float64,
+        "b": torch.bfloat16,
+        "c": torch.float32,
+        "d": torch.float64,
+        "e": torch.float32,
+    }
+    leaves = StageLeaves(
+        {0: {name: torch.ones(3, dtype=d, requires_grad=True) for name, d in dtypes.items()}}
+    )
+    memory = lay_out(leaves, {0: tuple(dtypes)}, [("c",)], ("d",), 4)
+    assert [(tuple(b.views), b.shard, b.flat.dtype, len(b.flat)) for b in memory] == [
+        (("c",), 0, torch.float32, 4),
+        (("e", "b"), None, torch.float32, 6),
+        (("a",), None, torch.float64, 3),
+        (("d",), None, torch.float64, 3),
+    ]
+
+
+def test_frozen_leaves_have_no_memory() -> None:
+    leaves = StageLeaves({0: {"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)}})
+    assert [tuple(bucket.views) for bucket in lay_out(leaves, {0: ("a", "b"), 1: ("a",)}, (), (), 1)] == [
+        ("b",)
+    ]
+
+
+def test_a_parameter_of_two_stages_has_a_sum_for_each() -> None:
+    leaves = StageLeaves({k: {"tied": torch.ones(2, requires_grad=True)} for k in (0, 3)})
+    memory = lay_out(leaves, {3: ("tied",)}, (), (), 1)
+    memory.attach(leaves)
+    for stage, factor in ((0, 2.0), (3, 5.0)):
+        (leaves.by_stage[stage]["tied"] * factor).sum().backward()
+    assert [each.tolist() for each in memory.sums["tied"]] == [[2.0, 2.0], [5.0, 5.0]]
+    memory.begin(())
+    assert [each.tolist() for each in memory.sums["tied"]] == [[0.0, 0.0]] * 2
