@@ -11,7 +11,7 @@ from torch import Tensor
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.executor import Executor
 from autoptd.runtime.optimizer.gradient_memory import StageLeaves
-from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums
+from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.weights.slices import Constants, refresh_constants
@@ -47,7 +47,7 @@ class BoundShape:
         self._made_for: tuple[object, object] = None, None
         self.executor = Executor(program.manifest, connection, program.functions, program.schedule, graphs)
         here = connection.rank.coordinates.pipeline
-        self.completion = Completion.of(program.manifest, here, program.schedule[here])
+        self.complete = list_complete(program.manifest, here, program.schedule[here])
         self._connection = connection
         self._constants = program.constants
 

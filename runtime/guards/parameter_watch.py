@@ -92,8 +92,7 @@ class ParameterWatch:
                 "model is not: modules below it do not run, so call parallel.train() or parallel.eval(), and put "
                 "modules that are to stay in evaluation mode there before the model is compiled"
             )
-        changed = _list_contents([module, *self._parts]) != self._contents
-        if not changed and self._read_states() == self._states:
+        if _list_contents(self._held) == self._contents and self._read_states() == self._states:
             return
         # A parallel model's own waits for weights on their way.
         now = dict(nn.Module.named_parameters(module))
@@ -137,7 +136,8 @@ class ParameterWatch:
     def _look_through(self, module: nn.Module) -> None:
         modules = list(module.modules())
         self._parts = modules[1:]  # not itself, which would live as long as its own watch
-        self._contents = _list_contents(modules)
+        self._held = [held for part in modules for held in (part._parameters, part._modules, part._buffers)]
+        self._contents = _list_contents(self._held)
         self.trained = frozenset(name for name, p in self.parameters.items() if p.requires_grad)
         self.buffers = dict(module.named_buffers(remove_duplicate=False))
         self.tensors: dict[str, Tensor] = {**self.parameters, **self.buffers}
@@ -154,13 +154,11 @@ class ParameterWatch:
         ]
 
 
-def _list_contents(modules: Sequence[nn.Module]) -> list[object]:
-    """Return names and identities of the modules' own parameters, modules and buffers."""
-    held: list[dict[str, Any]] = [m._parameters for m in modules]
-    held += [m._modules for m in modules]
-    held += [m._buffers for m in modules]
-    identities = map(id, chain.from_iterable(map(dict.values, filter(None, held))))
-    return [*map(len, held), *chain.from_iterable(filter(None, held)), *identities]
+def _list_contents(held: Sequence[dict[str, Any]]) -> list[object]:
+    """Return names and identities of what modules have in their own mappings of parameters, modules and buffers."""
+    filled = list(filter(None, held))
+    identities = map(id, chain.from_iterable(map(dict.values, filled)))
+    return [*map(len, held), *chain.from_iterable(filled), *identities]
 
 
 def refuse_hooks(name: str, parameter: nn.Parameter, own: Container[int] = ()) -> None:

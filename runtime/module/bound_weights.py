@@ -61,7 +61,7 @@ class BoundWeights:
         self.narrow = {name: x for name, x in self.narrow.items() if name not in sharded}
         self._gathering: dict[FlatShard, Posted[Tensor]] = {}  # the new weights on their way
         # All shapes have one schedule.
-        known = self.manifest, self.connection, self.shapes[0].completion
+        known = self.manifest, self.connection, self.shapes[0].complete
         self.sums = GradientSums(*known, self.shards)
         parameters = self.watch.parameters
         self._placeholders = [
@@ -91,7 +91,7 @@ class BoundWeights:
                 "(optimizer.state.clear() forgets its states), or bind again"
             )
         self.watch.check(module)
-        parameters, rows = self.watch.parameters, list(self.shapes[0].completion.rows.values())
+        parameters, rows = self.watch.parameters, list(self.shapes[0].complete.values())
         dtypes = {name: self.manifest.parameters[name].dtype for name in parameters}
         trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         for name in (name for row in rows for name in row if parameters.get(name) in trained):

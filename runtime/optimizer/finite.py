@@ -12,8 +12,7 @@ from torch.nn.utils import get_total_norm
 def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return whether all elements of `gradients` are finite: a bool on `device`."""
     # On a CPU a sum takes a fortieth of a norm's time; it is not finite where an element is not.
-    sums = list(map(torch.sum, gradients)) if device.type == "cpu" else []
-    if sums and torch.stack(sums).isfinite().all():
+    if device.type == "cpu" and all(gradient.sum().isfinite() for gradient in gradients):
         return torch.ones((), dtype=torch.bool)
     filled = [gradient for gradient in gradients if gradient.numel()]
     if not filled:

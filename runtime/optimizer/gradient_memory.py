@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counter
@@ -16,6 +16,7 @@ from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 
 # Where products add in float32 what they multiply in half precision. Tests add "cpu".
 product_devices = {"cuda"}
+Completion = int | tuple[int, ...]  # of gradients: by a stage, or by the pipeline ranks that own a parameter
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class StageLeaves:
     by_stage: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     number: int = field(default_factory=counter(1).__next__)
     arrived: set[str] | None = None
-    triggers: dict[Hashable, dict[str, int]] = field(default_factory=dict)
+    triggers: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict)
 
     def of(self, name: str) -> list[Tensor]:
         """Return the trained leaves of a parameter, by stage, ascending."""
@@ -90,7 +91,7 @@ class GradientMemory:
     its uses in stages, ascending, of which the first is in a bucket. `moves` counts how often one was put elsewhere.
     """
 
-    def __init__(self, buckets: Mapping[Hashable, Sequence[Bucket]], leaves: StageLeaves) -> None:
+    def __init__(self, buckets: Mapping[Completion, Sequence[Bucket]], leaves: StageLeaves) -> None:
         self.buckets = buckets
         self.moves = 0
         self.sums = {
@@ -130,7 +131,7 @@ class GradientMemory:
 
 def lay_out(
     leaves: StageLeaves,
-    rows: Mapping[Hashable, Sequence[str]],
+    rows: Mapping[Completion, Sequence[str]],
     shards: Sequence[Sequence[str]],
     late: Container[str],
     parts: int,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,44 +12,28 @@ from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.optimizer.bucket_watch import BucketWatch
 from autoptd.runtime.optimizer.gradient_buckets import sum_over
-from autoptd.runtime.optimizer.gradient_memory import Bucket, GradientMemory, StageLeaves, lay_out
+from autoptd.runtime.optimizer.gradient_memory import Bucket, Completion, GradientMemory, StageLeaves, lay_out
 from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Action, last_gradients
 
 
-@dataclass(frozen=True)
-class Completion:
-    """The times when a rank's gradients are complete: `after` a stage's last backward, or `late`, after the schedule.
+def list_complete(
+    manifest: Manifest, pipeline_rank: int, actions: Sequence[Action]
+) -> dict[Completion, tuple[str, ...]]:
+    """List a rank's parameters whose gradients are complete together, by a stage or by pipeline ranks.
 
-    Late are the parameters that other pipeline ranks own too, by the ranks.
+    After the last backward of the stage; those that other pipeline ranks own too, by all of these, after the schedule.
     """
-
-    after: Mapping[int, tuple[str, ...]]
-    late: Mapping[tuple[int, ...], tuple[str, ...]]
-
-    @classmethod
-    def of(cls, manifest: Manifest, pipeline_rank: int, actions: Sequence[Action]) -> Completion:
-        ends = last_gradients(actions)
-        after: dict[int, tuple[str, ...]] = {}
-        late: dict[tuple[int, ...], tuple[str, ...]] = {}
-        for name in (name for name, p in manifest.parameters.items() if p.kind == "parameter"):
-            owned = [s.index for s in manifest.stages[pipeline_rank :: manifest.mesh.pipeline]]
-            stages = [index for index in owned if name in manifest.stages[index].parameters]
-            if len(owners := manifest.owners(name)) > 1 and stages:
-                late[owners] = (*late.get(owners, ()), name)
-            elif stages:
-                stage = max(stages, key=lambda stage: ends.get(stage, -1))
-                after[stage] = (*after.get(stage, ()), name)
-        return cls(after, dict(sorted(late.items())))
-
-    @property
-    def rows(self) -> dict[Hashable, tuple[str, ...]]:
-        """The parameters that are complete together, by the stage or the owners."""
-        rows: dict[Hashable, tuple[str, ...]] = {}
-        rows.update(self.after.items())
-        rows.update(self.late.items())
-        return rows
+    ends = last_gradients(actions)
+    owned = [stage.index for stage in manifest.stages[pipeline_rank :: manifest.mesh.pipeline]]
+    found: dict[Completion, tuple[str, ...]] = {}
+    for name in (name for name, p in manifest.parameters.items() if p.kind == "parameter"):
+        if stages := [index for index in owned if name in manifest.stages[index].parameters]:
+            owners = manifest.owners(name)
+            key = owners if len(owners) > 1 else max(stages, key=lambda stage: ends.get(stage, -1))
+            found[key] = (*found.get(key, ()), name)
+    return found
 
 
 class Memory(NamedTuple):
@@ -78,10 +61,15 @@ class GradientSums:
     """
 
     def __init__(
-        self, manifest: Manifest, connection: Connection, completion: Completion, shards: Sequence[FlatShard]
+        self,
+        manifest: Manifest,
+        connection: Connection,
+        rows: Mapping[Completion, Sequence[str]],
+        shards: Sequence[FlatShard],
     ) -> None:
+        """Make them for parameters whose gradients are complete together in `rows`, as `list_complete` says."""
         self._connection = connection
-        self._completion = completion
+        self._complete = rows
         self._shards = [shard.names for shard in shards]
         self._placements = {name: p.placement["tensor"] for name, p in manifest.parameters.items()}
         self._partial = {
@@ -112,9 +100,7 @@ class GradientSums:
         leaves = StageLeaves(by_stage)
         if trained != self._trained:
             self._trained = trained
-            self._memory = lay_out(
-                leaves, self._completion.rows, self._shards, self._partial, self._data.size
-            )
+            self._memory = lay_out(leaves, self._complete, self._shards, self._partial, self._data.size)
         self._memory.attach(leaves)
         return leaves
 
@@ -156,16 +142,16 @@ class GradientSums:
     def finish(self) -> None:
         """Post the sums that are left, and wait for all."""
         self._begin = self._begin or self._measured.stopwatch.mark()
-        for owners in self._completion.late:
-            for bucket in self._memory.buckets[owners]:
-                self._post(bucket, self._connection.tied[owners])
+        for owners, group in sorted(self._connection.tied.items()):
+            for bucket in self._memory.buckets.get(owners, ()):
+                self._post(bucket, group)
         while self._posted:
-            posted, bucket, names, group = self._posted.pop(0)
+            posted, bucket, names, others = self._posted.pop(0)
             sums = posted.wait()
             if self._data.size > 1:
                 sums[0].div_(self._data.size)
-            if group is not None:
-                sum_over(group, sums)
+            if others is not None:
+                sum_over(others, sums)
             self._hand_out(bucket, names, sums[0])
         self._leaves.arrived = self._arrived
         self._measured.add("data", self._begin)

@@ -12,7 +12,7 @@ from torch import Tensor
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.groups import LocalGroup, Running
 from autoptd.runtime.comm.timings import Measured, Stopwatch
-from autoptd.runtime.optimizer.gradient_sums import Completion, GradientSums
+from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
 from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import REPLICATED, Parameter, Placement, Segment, Shard
@@ -36,8 +36,8 @@ def sum_gradients(
     """What the sums make of one stage's `gradients`; with `shards` the replica's part of the only one."""
     here = connection.rank.coordinates.pipeline
     measured = Measured(Stopwatch(connection.rank.device))
-    completion = Completion.of(manifest, here, [Action(here, Kind("B"), 0)])
-    sums = GradientSums(manifest, connection, completion, shards)
+    complete = list_complete(manifest, here, [Action(here, Kind("B"), 0)])
+    sums = GradientSums(manifest, connection, complete, shards)
     leaves = {name: torch.zeros_like(g, requires_grad=True) for name, g in gradients.items()}
     sums.follow(sums.attach({here: leaves}, frozenset(leaves)))
     sums.start((), measured)
@@ -119,10 +119,10 @@ def test_owners_have_the_same_bits_in_whatever_order_each_adds_up_its_replicas(s
 def test_a_parameter_without_a_gradient_is_named_where_it_is_in_a_shard() -> None:
     manifest = manifest_of((1, 1, 1), *(Parameter(name, (2,), torch.float32) for name in ("first", "second")))
     connection = run_threads(manifest, lambda connection: connection)[0]
-    completion = Completion.of(manifest, 0, [Action(0, Kind("B"), 0)])
+    complete = list_complete(manifest, 0, [Action(0, Kind("B"), 0)])
     leaves = {name: torch.zeros(2, requires_grad=True) for name in ("first", "second")}
     shard = FlatShard({name: leaf.detach() for name, leaf in leaves.items()}, torch.float32, LocalGroup())
-    sums = GradientSums(manifest, connection, completion, [shard])
+    sums = GradientSums(manifest, connection, complete, [shard])
     sums.follow(sums.attach({0: leaves}, frozenset(leaves)))
     sums.start((), Measured(Stopwatch(connection.rank.device)))
     leaves["first"].sum().backward()
@@ -137,8 +137,8 @@ def test_half_precision_is_summed_in_float32() -> None:
     manifest = manifest_of((1, 1, 1), Parameter("weight", (1,), torch.bfloat16))
     connection = run_threads(manifest, lambda connection: connection)[0]
     measured = Measured(Stopwatch(connection.rank.device))
-    completion = Completion.of(manifest, 0, [Action(0, Kind("B"), 0)])
-    sums = GradientSums(manifest, connection, completion, ())
+    complete = list_complete(manifest, 0, [Action(0, Kind("B"), 0)])
+    sums = GradientSums(manifest, connection, complete, ())
     leaf = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     sums.follow(sums.attach({0: {"weight": leaf}}, frozenset(["weight"])))
     sums.start((), measured)
@@ -161,19 +161,18 @@ def test_gradients_are_whole_after_the_last_stage_that_uses_them() -> None:
         parameters={**manifest.parameters, "own": Parameter("own", (1,), torch.float32)},
     )
     actions = [Action(1, Kind("B"), 0), Action(0, Kind("B"), 0)]
-    completion = Completion.of(manifest, 0, actions)
-    assert completion.after == {0: ("shared",), 1: ("own",)}
-    assert completion.late == {}
+    complete = list_complete(manifest, 0, actions)
+    assert complete == {0: ("shared",), 1: ("own",)}
 
 
 def test_gradients_of_parameters_on_several_stages_are_late() -> None:
     chain = Chain((1, 2, 1), tied=True)
-    completion = Completion.of(chain.manifest, 0, chain.schedule[0])
-    assert completion.late == {(0, 1): ("scale",)}
-    assert "scale" not in completion.after[0]
+    complete = list_complete(chain.manifest, 0, chain.schedule[0])
+    assert complete[0, 1] == ("scale",)
+    assert "scale" not in complete[0]
 
 
 def test_buffers_are_neither_late_nor_summed() -> None:
     """As of rotary embeddings, which every stage has."""
     manifest = manifest_of((1, 2, 1), Parameter("frequencies", (2,), torch.float32, kind="buffer"))
-    assert Completion.of(manifest, 0, [Action(0, Kind("B"), 0)]) == Completion({}, {})
+    assert list_complete(manifest, 0, [Action(0, Kind("B"), 0)]) == {}
