@@ -43,11 +43,11 @@ class Replay:
             self._graph.replay()
 
     def _capture(self, device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), _make_stream(device, "capture")
         collecting = gc.isenabled()
         gc.disable()  # what is collected may ask the device, which breaks a capture
         try:
-            with torch.cuda.stream(_make_stream(device, "capture")):
+            with torch.cuda.stream(stream):
                 # NCCL's own thread asks its events meanwhile.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
@@ -73,7 +73,15 @@ def _break_off(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 @cache
 def _make_stream(device: torch.device, use: str) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    """Return the stream of the captures, or of the sums over replicas.
+
+    With workspaces for the products of a forward and a backward, which else would lie in the pool of one slot for good.
+    """
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream), torch.enable_grad():
+        x = torch.ones(2, 2, device=device, requires_grad=True)
+        (x @ x).sum().backward()
+    return stream
 
 
 def _differentiate(

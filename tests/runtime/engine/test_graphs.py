@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import autoptd
 from autoptd.compiled import CompiledProgram
+from autoptd.runtime.comm.groups import LocalGroup, Running
 from autoptd.runtime.engine import graphs
 from autoptd.runtime.engine.graphs import GraphSlot, Replay
 from autoptd.runtime.module.parallel import Parallel
@@ -446,3 +448,65 @@ def test_what_changes_is_noticed_on_a_card(card: str, change: Callable[[Parallel
     program = compile_gpt(dtype=torch.float32)
     found = train(program.bind(card), 8, card, change)
     assert_same(found, train(program.bind(card, graphs=False), 8, card, change))
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_on_a_card_leaves_the_allocator_as_it_was(card: str) -> None:
+    program = compile_gpt(dtype=torch.float32)
+    parallel = program.bind(card)
+    train(parallel, 1, card)
+    (slot,) = slots_of(parallel)
+    function = slot.call.function
+
+    def ask(*values: Any) -> Any:
+        result = function(*values)
+        result.item()
+        return result
+
+    ask.__code__ = ask.__code__.replace(co_filename=function.func.__code__.co_filename)
+    slot.call = replace(slot.call, function=partial(ask))
+    with pytest.warns(UserWarning, match="program_00.py runs without CUDA graphs"):
+        found = train(parallel, 3, card)
+    plain = program.bind(card, graphs=False)
+    train(plain, 1, card)
+    assert_same(found, train(plain, 3, card))
+    before = torch.cuda.memory_reserved()
+    for _ in range(
+        20
+    ):  # memory that another stream used is given back, as it is not while a capture is under way
+        other = torch.cuda.Stream()
+        x = torch.empty(64 * 2**20, dtype=torch.uint8, device=card)
+        x.record_stream(other)
+        del x
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() <= before + 3 * 64 * 2**20
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_buckets_of_a_replay_are_complete_when_they_are_posted(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, device: str
+) -> None:
+    """What a sum over replicas reads, on the stream that it waits on, is what the whole backward leaves."""
+    if device == "cuda":
+        request.getfixturevalue("card")
+    monkeypatch.setattr("autoptd.runtime.optimizer.gradient_buckets.BUCKET_BYTES", 2**14)
+    parallel = compile_gpt(dtype=torch.float32).bind(device)
+    sums = parallel._weights.sums
+    copies: list[Tensor] = []
+
+    class Replicas(LocalGroup):
+        """Another one adds nothing."""
+
+        def post_all_reduce(self, tensors: Sequence[Tensor]) -> Running[list[Tensor]]:
+            copies.append(tensors[0].clone())
+            return Running(list(tensors))
+
+    monkeypatch.setattr(sums, "_data", Replicas(2))
+    for step in range(6):
+        copies.clear()
+        parallel(**{name: x.to(device) for name, x in make_batch(step).items()})[1].backward()
+        assert len(copies) > 3
+        for early, bucket in zip(copies, sums._memory, strict=True):
+            assert torch.equal(early, bucket.flat * 2)  # divided by the number of replicas since
+        parallel.zero_grad()
+    assert (True, True) in captured_in(parallel)
