@@ -16,7 +16,6 @@ from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.engine.graphs import GraphSlot
 from autoptd.runtime.engine.slot import Weights
-from autoptd.runtime.optimizer.gradient_sums import Memory
 from autoptd.runtime.program.program_text import line_of
 from autoptd.runtime.user_warnings import warn_caller
 
@@ -45,7 +44,7 @@ class Captures:
         if wanted:
             self._wanted.add(self._mode)
 
-    def begin(self, memory: Memory | None, weights: Mapping[int, Weights], gradients: bool) -> None:
+    def begin(self, memory: Hashable, weights: Mapping[int, Weights], gradients: bool) -> None:
         """Begin a step on `memory`, of which None means without graphs: choose what its slots replay.
 
         What looks at operators or at saved tensors would see none of a replay's; then there is none.

@@ -36,13 +36,6 @@ def list_complete(
     return found
 
 
-class Memory(NamedTuple):
-    """The memory of a step: the number of the leaves that it reads, and how often their sums have moved."""
-
-    leaves: int
-    sums: int
-
-
 class Summed(NamedTuple):
     """A step's gradients, None where none has come, and the `rows` of memory in which they lie."""
 
@@ -109,9 +102,9 @@ class GradientSums:
         self._leaves = leaves
 
     @property
-    def memory(self) -> Memory:
-        """The memory that graphs of the next step read and write."""
-        return Memory(self._leaves.number, self._memory.moves)
+    def memory(self) -> tuple[int, int]:
+        """The memory that graphs of a step use: the number of its leaves, and how often their sums have moved."""
+        return self._leaves.number, self._memory.moves
 
     def start(self, lent: Iterable[Tensor], measured: Measured) -> None:
         """Begin a training step, which is `measured`; see `GradientMemory.begin`."""
