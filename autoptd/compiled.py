@@ -36,7 +36,8 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.program.schedule import Action
-from autoptd.runtime.weights.slices import Stored, check_proved
+from autoptd.runtime.weights.slices import check_proved
+from autoptd.runtime.weights.stored_tensor import Weights
 from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.symbolic_cost import Cost
 from autoptd.text.folder import program_hash, save_folder
@@ -300,12 +301,12 @@ class CompiledProgram:
             disable_malloc_trim()  # after the weights are read, whose memory goes back to the system
         return parallel
 
-    def _read_rank(self, pipeline: int, weights: Mapping[str, Tensor]) -> ShapeFunctions:
+    def _read_rank(self, pipeline: int, weights: Weights) -> ShapeFunctions:
         text = read_program(self.texts[pipeline], text_filename(self.manifest, pipeline))
         constants = text.constants or (lambda p: {})
         return ShapeFunctions(self.manifest, text.stages, constants, self.schedule, weights)
 
-    def _read_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path | None) -> Stored:
+    def _read_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path | None) -> Weights:
         """Return the given weights or the model's own; ValueError if some are missing that cannot be drawn."""
         if weights is not None:
             tensors = read_weights(weights, self.buffers)

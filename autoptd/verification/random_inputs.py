@@ -13,8 +13,9 @@ from autoptd.passes.ir.program import Program
 from autoptd.runtime.program.manifest import Input, Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.weights.slices import all_names, find_name, has_values
+from autoptd.runtime.weights.stored_tensor import read_whole
 from autoptd.verification.float64 import promote
-from autoptd.weights.sources import Overlay, read_weights
+from autoptd.weights.sources import read_weights
 
 DEVIATION = 0.02  # of random weights, as GPTs are initialised
 
@@ -35,13 +36,13 @@ def draw_weights(
         raise ValueError(f"weights={weights!r} is unknown: expected None, 'random', or tensors by name")
     source = read_weights(model, buffers)
     if weights is not None and not isinstance(weights, str):
-        source = Overlay(read_weights(weights, {}), source)
+        source = read_weights(weights, source)
     found: dict[str, Tensor] = {}
     missing = []
     for name, parameter in manifest.parameters.items():
         if parameter.kind == "constant":
             continue
-        whole = source[find_name(manifest, source, name)]
+        whole = read_whole(source[find_name(manifest, source, name)])
         if tuple(whole.shape) != tuple(parameter.shape):
             raise ValueError(
                 f"{name} has shape {list(whole.shape)} in the model or the given weights, {list(parameter.shape)} in "
@@ -52,7 +53,7 @@ def draw_weights(
         elif whole.is_meta:
             missing.append(name)
         else:
-            found[name] = whole.detach().to("cpu", promote(whole.dtype))
+            found[name] = whole.to("cpu", promote(whole.dtype))
     if missing:
         way = "weights= with them" if weights == "random" else "weights='random', or weights= with them"
         raise ValueError(

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from autoptd.runtime.weights.pretrained import INDEX, SHARD, WHOLE
-from autoptd.runtime.weights.slices import Stored
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool}
-BLOCK = 1 << 22  # elements of a file that are in memory at once when columns are read
+from autoptd.runtime.weights.stored_tensor import DTYPES, StoredTensor
 
 
-class SafetensorsFolder(Stored):
+class SafetensorsFolder(Mapping[str, Tensor]):
     """The tensors at `path`, a file or folder; a tensor, or some of its rows, is read when it is used.
 
     Of a folder, the file ``model.safetensors`` is used, else the files of its index, else all. `rename` returns the
@@ -29,22 +25,20 @@ class SafetensorsFolder(Stored):
 
     def __init__(self, path: str | Path, rename: Callable[[str], str] | None = None) -> None:
         path = Path(path)
-        self._places: dict[str, tuple[Path, str]] = {}  # the file, and the name in it
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self.stored: dict[str, StoredTensor] = {}
         index = _read_index(path)
         for file in _list_files(path, index):
-            for name, (shape, dtype) in _read_shapes(file).items():
-                if index is not None and index.get(name) != file.name:
+            for tensor in _read_tensors(file):
+                if index is not None and index.get(tensor.name) != file.name:
                     continue  # as in transformers, the index decides
-                own = name if rename is None else rename(name)
-                if own in self._places:
+                own = tensor.name if rename is None else rename(tensor.name)
+                if own in self.stored:
                     raise ValueError(
-                        f"{self._places[own][0]} and {file} both have the tensor {own}: give one model's file or "
+                        f"{self.stored[own].path} and {file} both have the tensor {own}: give one model's file or "
                         "folder, and a rename= that keeps names apart"
                     )
-                self._places[own], self._shapes[own], self._dtypes[own] = (file, name), shape, dtype
-        found = {name for _, name in self._places.values()}
+                self.stored[own] = tensor
+        found = {tensor.name for tensor in self.stored.values()}
         if lost := [name for name in index or {} if name not in found]:
             raise ValueError(
                 f"{path / INDEX} says that {len(lost)} tensors are in files that do not have them ({lost[0]} in "
@@ -52,47 +46,16 @@ class SafetensorsFolder(Stored):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        file, known = self._places[name]
-        with safe_open(file, framework="pt") as reader:
-            return cast(Tensor, reader.get_tensor(known))
+        return self.stored[name].read()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.stored)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._dtypes[name]
-
-    def is_meta(self, name: str) -> bool:
-        return False
-
-    def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
-        """Copy the rows; those of an inner dimension one block of the file after the other.
-
-        Pages of a file stay in memory while it is open, so each block opens it again.
-        """
-        if dim == 0:
-            into.copy_(self._read(name, (slice(first, end),)))
-            return
-        count, *inner = self._shapes[name]
-        columns = (*[slice(None)] * (dim - 1), slice(first, end))
-        size = max(1, BLOCK // max(1, torch.Size(inner).numel()))
-        for start in range(0, count, size):
-            rows = slice(start, min(start + size, count))
-            into[rows].copy_(self._read(name, (rows, *columns)))
-
-    def _read(self, name: str, rows: tuple[slice, ...]) -> Tensor:
-        file, known = self._places[name]
-        with safe_open(file, framework="pt") as reader:
-            return cast(Tensor, reader.get_slice(known)[rows])
+        return name in self.stored
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -139,14 +102,14 @@ def _list_files(path: Path, index: dict[str, str] | None) -> list[Path]:
     return files
 
 
-def _read_shapes(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of each tensor; uint8 for a dtype that torch may lack."""
+def _read_tensors(file: Path) -> list[StoredTensor]:
+    """Return the tensors of a file; one of a dtype that torch may lack as uint8."""
     try:
         with safe_open(file, framework="pt") as reader:
-            shaped: Any = reader.get_slice
-            return {
-                name: (tuple(shaped(name).get_shape()), DTYPES.get(shaped(name).get_dtype(), torch.uint8))
-                for name in reader.keys()  # noqa: SIM118
-            }
+            rows: dict[str, Any] = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+            return [
+                StoredTensor(file, name, tuple(x.get_shape()), DTYPES.get(x.get_dtype(), torch.uint8))
+                for name, x in rows.items()
+            ]
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read as safetensors: {error}; fetch or write it again") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.user_warnings import warn_caller
-from autoptd.runtime.weights.slices import Stored, all_names, check_tied, find_name, has_values, is_meta
+from autoptd.runtime.weights.slices import all_names, check_tied, find_name, has_values
+from autoptd.runtime.weights.stored_tensor import StoredTensor, Weights
 from autoptd.weights.safetensors_folder import SafetensorsFolder
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -24,9 +25,9 @@ WAYS_OUT = (
 
 
 def read_weights(
-    weights: nn.Module | Mapping[str, Tensor] | str | Path | None, buffers: Mapping[str, Tensor]
-) -> Overlay:
-    """Return whole tensors by the user's names, those of `buffers` for names that `weights` lacks.
+    weights: nn.Module | Mapping[str, Tensor] | str | Path | None, others: Weights
+) -> dict[str, Tensor | StoredTensor]:
+    """Return whole tensors by the user's names, those of `others` for names that `weights` lacks or has without values.
 
     A path is a safetensors file, or a folder of them (with or without Hugging Face's index). Raises ValueError for
     None or an empty folder, TypeError for other types.
@@ -35,24 +36,27 @@ def read_weights(
         raise ValueError(
             "this program has no model to take weights from; pass weights= (module, state_dict or folder)"
         )
+    if isinstance(weights, (str, Path)):
+        weights = SafetensorsFolder(weights)
+    own: dict[str, Tensor | StoredTensor] = {}
     if isinstance(weights, nn.Module):
-        parameters = dict(weights.named_parameters(remove_duplicate=False))
-        own: Mapping[str, Tensor] = parameters | dict(weights.named_buffers(remove_duplicate=False))
-    elif isinstance(weights, (str, Path)):
-        own = SafetensorsFolder(Path(weights))
+        own |= weights.named_parameters(remove_duplicate=False)
+        own |= weights.named_buffers(remove_duplicate=False)
+    elif isinstance(weights, SafetensorsFolder):
+        own |= weights.stored
     elif isinstance(weights, Mapping):
-        own = weights
-        for name, value in () if isinstance(weights, Stored) else weights.items():
+        own |= weights
+        for name, value in weights.items():
             if not isinstance(value, Tensor) or value.layout is not torch.strided:
                 raise TypeError(f"weights[{name!r}] is a {type(value).__name__}; expected a dense tensor")
     else:
         raise TypeError(
             f"weights is a {type(weights).__name__}; expected a module, a state_dict, or a path of safetensors"
         )
-    return Overlay(own, buffers)
+    return own | {name: other for name, other in others.items() if name not in own or own[name].is_meta}
 
 
-def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+def check_values(manifest: Manifest, tensors: Weights) -> None:
     """Raise ValueError unless every tensor has values, or initial distributions in the manifest."""
     known = manifest.parameters
     empty = [n for n in _wanted(manifest) if not known[n].initial and not has_values(manifest, tensors, n)]
@@ -65,7 +69,7 @@ def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def check_given(manifest: Manifest, tensors: Stored) -> None:
+def check_given(manifest: Manifest, tensors: Weights) -> None:
     """Raise ValueError unless `tensors` has every tensor of the program, with values, its shape and a float dtype.
 
     Only some rows of tensors that the program ties are read, to compare them. Warns of tensors it does not use.
@@ -77,19 +81,19 @@ def check_given(manifest: Manifest, tensors: Stored) -> None:
     if missing:
         raise ValueError(_describe_missing(manifest, others, missing, len(wanted), len(tensors)))
     for name in wanted:
-        known = find_name(manifest, tensors, name)
-        if tensors.is_meta(known):
+        known, expected = find_name(manifest, tensors, name), manifest.parameters[name]
+        given = tensors[known]
+        if given.is_meta:
             raise ValueError(f"{known} is on the meta device and has no values: give real weights=")
-        found, expected = tensors.shape(known), manifest.parameters[name].shape
-        if found != expected:
+        if tuple(given.shape) != expected.shape:
             raise ValueError(
-                f"{known} has shape {list(found)} in the weights given, {list(expected)} in the program: give the "
-                "weights of the model that was compiled, or compile the model with their sizes"
+                f"{known} has shape {list(given.shape)} in the weights given, {list(expected.shape)} in the program: "
+                "give the weights of the model that was compiled, or compile the model with their sizes"
             )
-        if manifest.parameters[name].dtype.is_floating_point and tensors.dtype(known) not in FLOATING:
+        if expected.dtype.is_floating_point and given.dtype not in FLOATING:
             raise ValueError(
-                f"{known} is {tensors.dtype(known)} in the weights given, {manifest.parameters[name].dtype} in the "
-                "program: the numbers of a quantized model need its scales to be weights; give them dequantized"
+                f"{known} is {given.dtype} in the weights given, {expected.dtype} in the program: the numbers of a "
+                "quantized model need its scales to be weights; give them dequantized"
             )
     check_tied(manifest, tensors)
     if others and os.environ.get("RANK", "0") == "0":
@@ -153,45 +157,3 @@ def _describe_missing(
         "(where experts are saved one by one, too) load them with from_pretrained of the compiled class and save with "
         "save_pretrained(folder, save_original_format=False)"
     )
-
-
-class Overlay(Stored):
-    """The tensors of `first`, and those of `second` that `first` lacks or has only on the meta device."""
-
-    def __init__(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-        more = dict.fromkeys((n for n in second if n not in first or is_meta(first, n)), second)
-        self._sources = {**dict.fromkeys(first, first), **more}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._sources[name][name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._sources
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        source = self._sources[name]
-        return source.shape(name) if isinstance(source, Stored) else tuple(source[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        source = self._sources[name]
-        return source.dtype(name) if isinstance(source, Stored) else source[name].dtype
-
-    def is_meta(self, name: str) -> bool:
-        return is_meta(self._sources[name], name)
-
-    def in_memory(self, name: str) -> Tensor | None:
-        source = self._sources[name]
-        return source.in_memory(name) if isinstance(source, Stored) else source[name]
-
-    def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
-        source = self._sources[name]
-        if isinstance(source, Stored):
-            source.copy_rows(name, dim, first, end, into)
-        else:
-            into.copy_(source[name].detach().narrow(dim, first, end - first))

@@ -16,19 +16,14 @@ from torch import Tensor
 from autoptd.runtime.checkpoint.error import CheckpointError
 from autoptd.runtime.checkpoint.files import create_file, open_file
 from autoptd.runtime.checkpoint.regions import Region
-
-DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
-)
+from autoptd.runtime.weights.stored_tensor import DTYPES
 
 
 def check_dtype(dtype: torch.dtype, place: str) -> None:
     """Raise CheckpointError, beginning with `place`, unless a checkpoint can hold `dtype`."""
-    if dtype not in DTYPES:
-        raise CheckpointError(
-            f"{place} is {dtype}, which a checkpoint cannot hold: expected one of {', '.join(map(str, DTYPES))}"
-        )
+    if dtype not in DTYPES.values():
+        known = ", ".join(map(str, DTYPES.values()))
+        raise CheckpointError(f"{place} is {dtype}, which a checkpoint cannot hold: expected one of {known}")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

@@ -15,6 +15,7 @@ from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.weights.slices import Constants, refresh_constants
+from autoptd.runtime.weights.stored_tensor import Weights
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class ShapeFunctions:
     functions: Mapping[int, Callable[..., Any]]
     constants: Constants
     schedule: Schedule
-    weights: Mapping[str, Tensor]
+    weights: Weights
 
 
 class BoundShape:

@@ -19,13 +19,14 @@ from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.hashing import hash_words, read_words
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.weights.slices import Stored, all_names
+from autoptd.runtime.weights.slices import all_names
+from autoptd.runtime.weights.stored_tensor import StoredTensor, Weights
 
 SAMPLED = 256  # elements of a tensor, evenly over it
 _DRAWN = 0  # of one without values, which every rank draws from the program's seed
 
 
-def compare_weights(manifest: Manifest, connection: Connection, tensors: Stored) -> None:
+def compare_weights(manifest: Manifest, connection: Connection, tensors: Weights) -> None:
     """Raise RuntimeError on every rank, naming the first tensor, where ranks were given different whole `tensors`.
 
     Every rank must call it. Tensors in memory are compared, and those with values with those without; one in a file
@@ -47,13 +48,12 @@ def compare_weights(manifest: Manifest, connection: Connection, tensors: Stored)
         )
 
 
-def _fingerprint(manifest: Manifest, tensors: Stored, name: str) -> Tensor:
+def _fingerprint(manifest: Manifest, tensors: Weights, name: str) -> Tensor:
     """Return a hash of some elements of the tensor stored as `name`, in the program's dtype: an int64 on its device."""
-    known = next((known for known in all_names(manifest, name) if known in tensors), None)
-    if known is None or tensors.is_meta(known):
+    whole = next((tensors[known] for known in all_names(manifest, name) if known in tensors), None)
+    if whole is None or whole.is_meta:
         return torch.tensor(_DRAWN)
-    whole = tensors.in_memory(known)
-    if whole is None:
+    if isinstance(whole, StoredTensor):
         return torch.tensor(ABSENT)  # it is in a file, and is not read for this
     return hash_words(read_words(_sample(whole).to(manifest.parameters[name].dtype)))
 

@@ -21,6 +21,7 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.weights.slices import gather_tensor, saved_names
+from autoptd.runtime.weights.stored_tensor import DTYPES
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,21 +32,7 @@ UNITS = {
     for binary, base in (("", 10**3), ("I", 2**10))
     for power, prefix in enumerate("KMGT", 1)
 }
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_pretrained(
@@ -110,7 +97,7 @@ def plan_shards(manifest: Manifest, limit: int) -> dict[str, list[str]]:
     size = 0
     for name in saved_names(manifest):
         needed = manifest.parameters[name].bytes
-        if manifest.parameters[name].dtype not in DTYPES:
+        if manifest.parameters[name].dtype not in _NAMES:
             raise ValueError(f"{name} is {manifest.parameters[name].dtype}, which safetensors does not know")
         if shards[-1] and size + needed > limit:
             shards.append([])
@@ -130,7 +117,7 @@ def make_header(parameters: Sequence[Parameter]) -> bytes:
     begin = 0
     for p in parameters:
         offsets = [begin, begin + p.bytes]
-        table[p.name] = {"dtype": DTYPES[p.dtype], "shape": list(p.shape), "data_offsets": offsets}
+        table[p.name] = {"dtype": _NAMES[p.dtype], "shape": list(p.shape), "data_offsets": offsets}
         begin += p.bytes
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of eight

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,35 +14,12 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.weights.initialization import draw_slice
+from autoptd.runtime.weights.stored_tensor import StoredTensor, Weights, copy_rows, read_whole
 from autoptd.runtime.weights.submodules import make_sliced_module
 
 Constants = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 _BLOCK = 1 << 20  # elements hashed at once
-
-
-class Stored(Mapping[str, Tensor]):
-    """Whole tensors by name, whose rows can be read alone, so that a rank reads only the rows it keeps."""
-
-    @abstractmethod
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
-
-    @abstractmethod
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of the whole tensor."""
-
-    @abstractmethod
-    def is_meta(self, name: str) -> bool:
-        """Return whether the tensor has no values."""
-
-    def in_memory(self, name: str) -> Tensor | None:
-        """Return the whole tensor if it is in memory, None if it would have to be read."""
-        return None
-
-    @abstractmethod
-    def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
-        """Copy rows `first` to `end` of dimension `dim` to `into`, converted to its dtype and device."""
 
 
 class OnCPU(dict[str, Tensor]):
@@ -61,7 +37,7 @@ def take_slices(
     manifest: Manifest,
     rank: Rank,
     constants: Constants,
-    weights: Mapping[str, Tensor],
+    weights: Weights,
     drawn: bool = False,
     known: Container[str] = (),
 ) -> dict[str, Tensor]:
@@ -69,26 +45,22 @@ def take_slices(
 
     The `known` names are left out: another program of this rank has them.
 
-    `weights` has whole tensors under the user's names. Only those that this rank keeps are read (only its rows of
-    divided `Stored` tensors), and those that its constants are computed from. With `drawn`, parameters without values
-    in `weights` are initialised as the manifest says.
+    `weights` has whole tensors under the user's names. Only those that this rank keeps are read (of divided ones in
+    files only its rows), and those that its constants are computed from. With `drawn`, parameters without values in
+    `weights` are initialised as the manifest says.
     """
     here = rank.coordinates.pipeline
     kept = [p for n, p in manifest.parameters.items() if n not in known and here in manifest.homes(n)]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         needed = any(parameter.kind == "constant" for parameter in kept)
-        computed = constants(OnCPU(weights.__getitem__)) if needed else {}
+        computed = constants(OnCPU(lambda name: read_whole(weights[name]))) if needed else {}
         slices = {}
         for parameter in kept:
             name, source = parameter.name, computed if parameter.kind == "constant" else weights
             if drawn and parameter.initial and not has_values(manifest, weights, name):
                 slices[name] = draw_slice(parameter, rank, manifest.seed)
-                continue
-            own = find_name(manifest, source, name)
-            if isinstance(source, Stored) and parameter.placement.is_divided:
-                slices[name] = read_slice(parameter, source, own, rank)
             else:
-                slices[name] = take_slice(parameter, source[own], rank)
+                slices[name] = take_slice(parameter, source[find_name(manifest, source, name)], rank)
     return slices
 
 
@@ -110,17 +82,12 @@ def refresh_constants(
             slices[name].copy_(take_slice(manifest.parameters[name], computed[name], rank))
 
 
-def has_values(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> bool:
+def has_values(manifest: Manifest, tensors: Weights, name: str) -> bool:
     """Return whether the tensor stored as `name` is among `tensors` and not on the meta device."""
-    return any(not is_meta(tensors, known) for known in all_names(manifest, name) if known in tensors)
+    return any(not tensors[known].is_meta for known in all_names(manifest, name) if known in tensors)
 
 
-def is_meta(tensors: Mapping[str, Tensor], name: str) -> bool:
-    """Return whether the tensor `name` of `tensors` is on the meta device, without reading one in a file."""
-    return tensors.is_meta(name) if isinstance(tensors, Stored) else tensors[name].is_meta
-
-
-def find_name(manifest: Manifest, tensors: Mapping[str, Tensor], name: str) -> str:
+def find_name(manifest: Manifest, tensors: Weights, name: str) -> str:
     """Return the name or alias of the tensor stored as `name` that is in `tensors`; ValueError if none is."""
     for candidate in all_names(manifest, name):
         if candidate in tensors:
@@ -134,37 +101,26 @@ def all_names(manifest: Manifest, name: str) -> tuple[str, ...]:
     return name, *(alias for alias, stored in manifest.aliases.items() if stored == name)
 
 
-def take_slice(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:
+def take_slice(parameter: Parameter, whole: Tensor | StoredTensor, rank: Rank) -> Tensor:
     """Return this rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
-    _check_whole(parameter, tuple(whole.shape), whole.is_meta)
-    tensor = rank.group("tensor")
-    own = parameter.placement["tensor"].take(whole.detach(), tensor.size, tensor.index)
-    return torch.empty(own.shape, dtype=parameter.dtype, device=rank.device).copy_(own)
-
-
-def read_slice(parameter: Parameter, stored: Stored, name: str, rank: Rank) -> Tensor:
-    """Return this rank's slice of the divided tensor `stored` as `name`, and read only the rows in it."""
-    _check_whole(parameter, stored.shape(name), stored.is_meta(name))
+    if whole.is_meta:
+        raise ValueError(f"{parameter.name} is on the meta device and has no values: give real weights=")
+    if tuple(whole.shape) != parameter.shape:
+        raise ValueError(
+            f"{parameter.name} has shape {list(whole.shape)}, expected {list(parameter.shape)}: "
+            "give the weights of the model that was compiled"
+        )
     on_tensor, tensor = parameter.placement["tensor"], rank.group("tensor")
     dim, shape = on_tensor.dim, parameter.local_shape(rank.mesh.axes)
-    assert dim is not None
     made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
+    if dim is None:
+        return made.copy_(read_whole(whole))
     filled = 0
     for first, end in on_tensor.runs(tensor.size, tensor.index):
-        stored.copy_rows(name, dim, first, end, made.narrow(dim, filled, end - first))
+        copy_rows(whole, dim, first, end, made.narrow(dim, filled, end - first))
         filled += end - first
     made.narrow(dim, filled, shape[dim] - filled).zero_()  # the rows of padding
     return made
-
-
-def _check_whole(parameter: Parameter, shape: tuple[int, ...], is_meta: bool) -> None:
-    if is_meta:
-        raise ValueError(f"{parameter.name} is on the meta device and has no values: give real weights=")
-    if shape != parameter.shape:
-        raise ValueError(
-            f"{parameter.name} has shape {list(shape)}, expected {list(parameter.shape)}: "
-            "give the weights of the model that was compiled"
-        )
 
 
 def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
@@ -177,13 +133,15 @@ def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def check_proved(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+def check_proved(manifest: Manifest, tensors: Weights) -> None:
     """Raise ValueError if a buffer of the whole `tensors` has other values than those the program was proved with."""
     for proved in manifest.proved:
         dtype = manifest.parameters[proved.name].dtype
         for name in all_names(manifest, proved.name):
             given = tensors.get(name)
-            if given is not None and not given.is_meta and hash_values(given, dtype) != proved.digest:
+            if given is None or given.is_meta:
+                continue
+            if hash_values(read_whole(given), dtype) != proved.digest:
                 raise ValueError(compiled_in(name))
 
 
@@ -197,33 +155,30 @@ def check_own_proved(manifest: Manifest, slices: Mapping[str, Tensor], given: Ma
             raise ValueError(compiled_in(proved.name))
 
 
-def check_tied(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+def check_tied(manifest: Manifest, tensors: Weights) -> None:
     """Raise ValueError if the names of one tensor of the program have different values in `tensors`."""
     for stored in dict.fromkeys(manifest.aliases.values()):
         dtype = manifest.parameters[stored].dtype
-        names = [n for n in all_names(manifest, stored) if n in tensors and not is_meta(tensors, n)]
+        names = [n for n in all_names(manifest, stored) if n in tensors and not tensors[n].is_meta]
         for other in names[1:]:
-            if not _are_same(tensors, names[0], other, dtype):
+            if not _are_same(tensors[names[0]], tensors[other], dtype):
                 raise ValueError(
                     f"{names[0]} and {other} are one tensor in the program, and differ in the weights given: compile "
                     "the model without tying them, or give the weights of a model that ties them"
                 )
 
 
-def _are_same(tensors: Mapping[str, Tensor], name: str, other: str, dtype: torch.dtype) -> bool:
+def _are_same(one: Tensor | StoredTensor, two: Tensor | StoredTensor, dtype: torch.dtype) -> bool:
     """Return whether two tensors have the same values in `dtype`: all values in memory, or some rows of files."""
-    stored = tensors if isinstance(tensors, Stored) else None
-    one, two = (tensors[n] if stored is None else stored.in_memory(n) for n in (name, other))
-    if one is not None and two is not None:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
         return one is two or one.is_set_to(two) or torch.equal(one.to(dtype), two.to(one.device, dtype))
-    assert stored is not None
-    shape = stored.shape(name)
-    if shape != stored.shape(other):
+    count, *inner = one.shape or (0,)
+    if one.shape != two.shape:
         return False
-    for row in {0, shape[0] // 2, shape[0] - 1} if shape and shape[0] else ():
-        first, second = (torch.empty((1, *shape[1:]), dtype=dtype) for _ in range(2))
-        stored.copy_rows(name, 0, row, row + 1, first)
-        stored.copy_rows(other, 0, row, row + 1, second)
+    for row in {0, count // 2, count - 1} if count else ():
+        first, second = (torch.empty((1, *inner), dtype=dtype) for _ in range(2))
+        copy_rows(one, 0, row, row + 1, first)
+        copy_rows(two, 0, row, row + 1, second)
         if not torch.equal(first, second):
             return False
     return True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,52 +11,25 @@ from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.guards.weight_agreement import compare_weights
-from autoptd.runtime.weights.slices import Stored
-from autoptd.weights.sources import Overlay
+from autoptd.runtime.weights.stored_tensor import StoredTensor, Weights
 from tests.runtime.chain import Chain
 
 CHAIN = Chain((1, 1, 3), "gpipe", 1, 1, dtype=torch.float32)
 NAME = "layer.0.row.bias"
 
 
-class InFile(Stored):
-    """Tensors that nobody may read to compare them."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        raise AssertionError(f"{name} was read")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def is_meta(self, name: str) -> bool:
-        return False
-
-    def copy_rows(self, name: str, dim: int, first: int, end: int, into: Tensor) -> None:
-        raise AssertionError(f"{name} was read")
+def in_file(weights: Mapping[str, Tensor]) -> Weights:
+    """Tensors that nobody can read to compare them: there is no such file."""
+    return {name: StoredTensor(Path("nowhere"), name, tuple(x.shape), x.dtype) for name, x in weights.items()}
 
 
-def compare(change: Callable[[int, dict[str, Tensor]], Mapping[str, Tensor]]) -> list[str]:
+def compare(change: Callable[[int, dict[str, Tensor]], Weights]) -> list[str]:
     """What each of three ranks says to weights that ``change(rank, weights)`` gives; "" for agreement."""
 
     def body(connection: Connection) -> str:
         given = change(connection.world.index, {name: x.clone() for name, x in CHAIN.weights().items()})
         try:
-            compare_weights(CHAIN.manifest, connection, Overlay(given, {}))
+            compare_weights(CHAIN.manifest, connection, given)
         except RuntimeError as error:
             return str(error)
         return ""
@@ -102,11 +76,11 @@ def test_values_differ_from_none_and_none_agree() -> None:
 
 
 def test_files_are_not_read_and_agree_with_any() -> None:
-    assert compare(lambda rank, weights: InFile(weights)) == [""] * 3
-    assert compare(lambda rank, weights: weights if rank else InFile(weights)) == [""] * 3
+    assert compare(lambda rank, weights: in_file(weights)) == [""] * 3
+    assert compare(lambda rank, weights: weights if rank else in_file(weights)) == [""] * 3
 
-    def change(rank: int, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    def change(rank: int, weights: dict[str, Tensor]) -> Weights:
         weights[NAME] += rank
-        return weights if rank else InFile(weights)
+        return weights if rank else in_file(weights)
 
     assert all("on rank 2 than on rank 1; ranks [2] of 3" in said for said in compare(change))
