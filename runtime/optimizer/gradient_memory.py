@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from itertools import count as counter
 
 import torch
@@ -62,12 +63,11 @@ class Bucket:
             for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
 
-    def lend(self) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the row and the gradients in it, by name, for the parameters: copies, if any was kept before."""
-        if self._was_kept:
-            row = self.flat.clone()
-            return row, self._view(row)
-        return self.flat.data, {name: view.data for name, view in self.views.items()}
+    def lend(self, names: Iterable[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the row, and the gradients of `names` in it, for the parameters: copies, if any was kept before."""
+        row = self.flat.clone() if self._was_kept else self.flat.data
+        views = self._view(row) if self._was_kept else self.views
+        return row, {name: views[name].data for name in names}
 
     def renew(self) -> bool:
         """Take other memory where other tensors are kept in this one; return whether there are."""
@@ -87,26 +87,26 @@ class Bucket:
 class GradientMemory:
     """The sums of gradients of a rank's trained parameters over the microbatches, of half precision in float32.
 
-    `buckets` are by what completes them, a stage or the owners of tied parameters. The sums of a parameter are those of
-    its uses in stages, ascending, of which the first is in a bucket. `moves` counts how often one was put elsewhere.
+    `buckets` are by what completes them, a stage or the owners of tied parameters. A parameter that several stages use
+    has `further` sums for the later ones. `moves` counts how often a sum was put elsewhere.
     """
 
     def __init__(self, buckets: Mapping[Completion, Sequence[Bucket]], leaves: StageLeaves) -> None:
         self.buckets = buckets
         self.moves = 0
-        self.sums = {
-            name: [view, *(torch.zeros_like(view) for _ in leaves.of(name)[1:])]
+        self.further = {
+            name: [torch.zeros_like(view) for _ in later]
             for bucket in self
             for name, view in bucket.views.items()
+            if (later := leaves.of(name)[1:])
         }
-        self._further = [each for sums in self.sums.values() for each in sums[1:]]
 
     def __iter__(self) -> Iterator[Bucket]:
         return (bucket for own in self.buckets.values() for bucket in own)
 
     def attach(self, leaves: StageLeaves) -> None:
         """Let autograd and products add the gradients of `leaves` to their sums."""
-        for name, sums in self.sums.items():
+        for name, sums in chain.from_iterable(self.sums(bucket).items() for bucket in self):
             for leaf, own in zip(leaves.of(name), sums, strict=True):
                 if leaf.dtype not in HALF:
                     leaf.grad = own
@@ -114,6 +114,10 @@ class GradientMemory:
                 leaf.register_post_accumulate_grad_hook(partial(_add, own))
                 if leaf.device.type in product_devices:
                     setattr(leaf, SUM, own)
+
+    def sums(self, bucket: Bucket) -> dict[str, list[Tensor]]:
+        """Return the sums of each parameter in `bucket`, by stage, ascending."""
+        return {name: [view, *self.further.get(name, ())] for name, view in bucket.views.items()}
 
     def begin(self, lent: Iterable[Tensor]) -> None:
         """Begin a step; `lent` are the gradients that parameters have, which get memory of their own.
@@ -125,7 +129,7 @@ class GradientMemory:
             if gradient.untyped_storage().data_ptr() in own:
                 gradient.set_(gradient.clone())  # type: ignore[call-overload]
         self.moves += sum(bucket.renew() for bucket in self)
-        if written := [bucket.flat for bucket in self] + self._further:
+        if written := [*(bucket.flat for bucket in self), *chain.from_iterable(self.further.values())]:
             torch._foreach_zero_(written)
 
 

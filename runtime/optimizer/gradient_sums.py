@@ -113,7 +113,7 @@ class GradientSums:
         self._memory.begin(lent)
         known = self._leaves.arrived
         self._arrived = set() if known is None else known
-        self._versions = self._read_versions(self._memory.sums) if known is None else {}
+        self._versions = {} if known is not None else {b: self._read_versions(b) for b in self._memory}
 
     def watch(self, stage: int) -> BucketWatch | None:
         """Return what posts sums of `stage` during its last backward; None where no replica waits for them."""
@@ -164,8 +164,8 @@ class GradientSums:
         self.clear()
         return summed
 
-    def _read_versions(self, names: Iterable[str]) -> dict[str, list[int]]:
-        return {name: [x._version for x in self._memory.sums[name]] for name in names}
+    def _read_versions(self, bucket: Bucket) -> dict[str, list[int]]:
+        return {name: [x._version for x in sums] for name, sums in self._memory.sums(bucket).items()}
 
     def _post(self, bucket: Bucket, owners: Group | None = None) -> None:
         """Begin the sum of `bucket` over the replicas, unless it has begun; `owners` add up theirs when it has come."""
@@ -173,8 +173,8 @@ class GradientSums:
             return
         self._sent.add(bucket)
         if self._versions:
-            now = self._read_versions(bucket.views)
-            self._arrived |= {name for name in now if now[name] != self._versions[name]}
+            before, now = self._versions[bucket], self._read_versions(bucket)
+            self._arrived |= {name for name in now if now[name] != before[name]}
         # Of a tied parameter the other owners may have a gradient, and sum with this.
         names = [name for name in bucket.views if owners is not None or name in self._arrived]
         if not names:
@@ -185,11 +185,11 @@ class GradientSums:
                 "cannot leave out: make the optimizer without it, or freeze it before the optimizer is sharded"
             )
         self._begin = self._begin or self._measured.stopwatch.mark()
-        for name in names:
-            own, *further = self._memory.sums[name]
-            for each in further:
-                own += each
-        self._sum_partial({name: bucket.views[name] for name in names if name in self._partial})
+        for name in bucket.views.keys() & self._memory.further.keys():
+            for further in self._memory.further[name]:
+                bucket.views[name].add_(further)
+        if not self._partial.isdisjoint(names):
+            self._sum_partial({name: bucket.views[name] for name in names if name in self._partial})
         if bucket.shard is None:
             posted = self._data.post_all_reduce([bucket.flat])
         else:
@@ -217,6 +217,6 @@ class GradientSums:
             return
         if summed.data_ptr() != bucket.flat.data_ptr():
             bucket.flat.copy_(summed)
-        row, gradients = bucket.lend()
+        row, gradients = bucket.lend(names)
         self._rows.append(row)
-        self._summed |= {name: gradients[name] for name in names}
+        self._summed.update(gradients)
