@@ -17,6 +17,7 @@ from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 
 # Where products add in float32 what they multiply in half precision. Tests add "cpu".
 product_devices = {"cuda"}
+ALIGNED = 64  # elements between the beginnings of gradients, for wide loads and stores
 Completion = int | tuple[int, ...]  # of gradients: by a stage, or by the pipeline ranks that own a parameter
 
 
@@ -48,18 +49,19 @@ class Bucket:
     def __init__(self, leaves: Mapping[str, Tensor], shard: int | None, parts: int) -> None:
         """Make memory for sums of the gradients of `leaves`, padded so that `parts` divides it."""
         self.shard = shard
-        first, count = next(iter(leaves.values())), sum(leaf.numel() for leaf in leaves.values())
-        self.flat = torch.zeros(count + -count % parts, dtype=widen(first.dtype), device=first.device)
+        first, step = next(iter(leaves.values())), ALIGNED if shard is None else 1
         self._shapes = {name: leaf.shape for name, leaf in leaves.items()}
+        self._sizes = [-(-leaf.numel() // step) * step for leaf in leaves.values()]
+        count = sum(self._sizes)
+        self.flat = torch.zeros(count + -count % parts, dtype=widen(first.dtype), device=first.device)
         self.views = self._view(self.flat)
         self._uses, self._was_kept = self._count_uses(), False
 
     def _view(self, row: Tensor) -> dict[str, Tensor]:
         """Return the parameters' parts of a `row`. As ``data`` each counts the writes into it alone."""
-        sizes = [shape.numel() for shape in self._shapes.values()]
-        parts = row[: sum(sizes)].split(sizes)
+        parts = row[: sum(self._sizes)].split(self._sizes)
         return {
-            name: part.view(shape).data
+            name: part[: shape.numel()].view(shape).data
             for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
 
