@@ -34,7 +34,8 @@ class FlatShard:
         self.shapes = [weight.shape for weight in weights.values()]
         self._group = group
         self._used = sum(shape.numel() for shape in self.shapes)
-        wide = self._flatten({name: weight.detach() for name, weight in weights.items()})
+        rows = [weight.detach().reshape(-1) for weight in weights.values()]
+        wide = torch.cat([*rows, rows[0].new_zeros(-self._used % group.size)])
         self.flat = wide.to(dtype)
         self._views = self._view()
         self.own = nn.Parameter(self.part(wide).clone())
@@ -43,12 +44,6 @@ class FlatShard:
     def part(self, flat: Tensor) -> Tensor:
         """Return a view of this replica's elements of a `flat` row."""
         return flat.view(self._group.size, len(flat) // self._group.size)[self._group.index]
-
-    def _flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the `tensors` of this shard's parameters in a padded row."""
-        rows = [tensors[name].reshape(-1) for name in self.names]
-        padding = -self._used % self._group.size
-        return torch.cat([*rows, rows[0].new_zeros(padding)])
 
     def _view(self) -> dict[str, Tensor]:
         """Return the parameters' parts of `flat`, in its memory, each as a storage of its own.
