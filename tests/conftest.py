@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
         # Where the first backward comes after fake tensors, a torch built for CUDA starts threads for the devices that
         # it lacks, and no backward runs in a forked process any more.
         torch.ones((), requires_grad=True).backward()
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """One worker more than there are cores: while one waits for its ranks or for a limit, another has work."""
+    return (yield) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -113,7 +113,8 @@ def _work(function: Callable[[int], Any], rank: int, folder: Path) -> None:
     number = os.open(folder / f"{rank}.err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(number, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    gc.disable()  # a collection would copy every page that the rank shares with its parent
+    gc.disable()  # a collection would copy every page that the rank shares with its parent,
+    gc.freeze()  # and one that a test asks for looks at the rank's own objects
     torch.set_num_threads(1)
     code = 1
     try:

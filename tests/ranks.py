@@ -98,7 +98,8 @@ def _work(
     pipe: Connection,
     timeout: float,
 ) -> None:
-    gc.disable()  # a collection would copy every page that the rank shares with its parent
+    gc.disable()  # a collection would copy every page that the rank shares with its parent,
+    gc.freeze()  # and one that a test asks for looks at the rank's own objects
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

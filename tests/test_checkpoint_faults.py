@@ -416,7 +416,7 @@ def test_a_long_text_takes_bounded_memory(unit: str, tmp_path: Path) -> None:
     before = begin_peak()
     count = (files._TEXT_LIMIT - 2) // (len(unit) + 1)
     (tmp_path / "rank_00000.json").write_bytes(b"[" + b",".join([unit.encode()] * count) + b"]")
-    with pytest.raises(autoptd.CheckpointError, match="its format is None"):
+    with pytest.raises(autoptd.CheckpointError, match="its format is 'None'"):
         read_rank_record(tmp_path, 0)
     assert read_memory("VmHWM") - before < 800e6
 

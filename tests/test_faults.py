@@ -168,8 +168,8 @@ def skip_the_replicas() -> None:
 def forget_dividing_by_microbatches() -> None:
     start = StageRun.start
 
-    def changed(self: StageRun, weights: Any, inputs: Any, seeds: Any) -> None:
-        start(self, weights, inputs, seeds and tuple(seed / seed for seed in seeds))
+    def changed(self: StageRun, weights: Any, inputs: Any, seeds: Any, *memory: Any) -> None:
+        start(self, weights, inputs, seeds and tuple(seed / seed for seed in seeds), *memory)
 
     forked.setattr(StageRun, "start", changed)
 

@@ -268,7 +268,7 @@ def test_a_process_that_does_not_answer_is_ended_and_says_so() -> None:
         assert process.failure == "no answer in 0.5 s"
         assert process._process.exitcode == -signal.SIGKILL
         assert process.ask() is None
-    with BoundedProcess(sleep, "one argument too many", limit=60.0) as process:
+    with BoundedProcess(time.sleep, "one argument too many", limit=60.0) as process:
         assert process.ask() is None
         assert process.failure == "failed"
 
