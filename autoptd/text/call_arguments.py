@@ -9,8 +9,10 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+
+from autoptd.passes.ir.nodes import nodes_in
 
 _REQUIRED = inspect.Parameter.empty
 _resolved: dict[tuple[object, ...], OpOverload] = {}
@@ -32,7 +34,7 @@ def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     options: dict[str, Any] = {}
     by_position = True
     for (name, default), value in zip(known, args, strict=False):
-        stays = _holds_node(value) or (default is _REQUIRED and is_operator)
+        stays = bool(nodes_in(value)) or (default is _REQUIRED and is_operator)
         if stays and by_position:
             short.append(value)
             continue
@@ -76,12 +78,6 @@ def _positional(target: Any) -> tuple[tuple[str, Any], ...] | None:
     else:
         return None
     return None if any(keyword.iskeyword(name) for name, _ in known) else known
-
-
-def _holds_node(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(_holds_node(item) for item in value)
-    return isinstance(value, fx.Node)
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from traceback import walk_stack
 from types import ModuleType
 from typing import Any
 
@@ -123,15 +124,10 @@ class Recorder(GraphAppendingTracer):
         return TracedValue(node, self)
 
     def create_node(
-        self,
-        kind: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str | None = None,
-        type_expr: Any = None,
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
-        line = self._line()
+        frames = walk_stack(sys._getframe(1))
+        line = next((line for frame, line in frames if frame.f_code.co_filename == self.filename), 0)
         if kind == "call_method":  # an edit's x.view(...)
             kind, target = "call_function", getattr(Tensor, target)
         if kind == "call_function":
@@ -145,8 +141,7 @@ class Recorder(GraphAppendingTracer):
             if kind == "call_function":
                 args, kwargs = spread_call(target, args, kwargs)
             node = super().create_node(kind, target, args, kwargs, name, type_expr)
-            given = kind == "get_attr"
-            val = self.parameters.tensors[target] if given else self._propagation.run(node)
+            val = self._propagation.run(node) if kind != "get_attr" else self.parameters.tensors[target]
             group = self._group if kind == "call_function" else None
             describe(node, val, NodeInfo(line=f"{self.filename}:{line}", recompute=group))
         except Exception as error:  # any error of any operator
@@ -161,14 +156,6 @@ class Recorder(GraphAppendingTracer):
         if len(names) > 1 and len(args) == 2 and isinstance(args[1], int) and 0 <= args[1] < len(names):
             return names[args[1]]
         return None
-
-    def _line(self) -> int:
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_filename == self.filename:
-                return frame.f_lineno
-            frame = frame.f_back  # type: ignore[assignment]
-        return 0
 
 
 class TracedParameters:

@@ -112,8 +112,7 @@ def beside(code: str, comment: str, column: int = COMMENT_COLUMN) -> str:
 
 def align(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Write lines of code, each with its comment, all comments at one column."""
-    longest = max((len(comment) for _, comment in rows), default=0)
-    column = min(COMMENT_COLUMN, WIDTH - longest)
+    column = min(COMMENT_COLUMN, *(WIDTH - len(comment) for _, comment in rows))
     return [beside(code, comment, column) for code, comment in rows]
 
 
