@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -52,10 +52,10 @@ class Replay:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     self.result = self._work()
+                    graph.capture_end()
                 except BaseException:
                     _break_off(graph, pool)
                     raise
-                graph.capture_end()
         finally:
             if collecting:
                 gc.enable()
@@ -63,10 +63,11 @@ class Replay:
 
 
 def _break_off(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End a capture that has failed, and let the allocator know, which `capture_end` does not get to."""
-    try:
+    """End a capture that has failed, and let the allocator know, which `capture_end` may not get to."""
+    with suppress(RuntimeError):  # says once more that the capture has failed
         graph.capture_end()
-    except RuntimeError:  # says once more that the capture has failed
+        return
+    with suppress(RuntimeError):  # if it got to it
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 

@@ -18,7 +18,8 @@ class Handover:
     """The way of gradients to the parameters: a node of autograd's graph, which all calls have in common.
 
     So a call costs nothing for each of the `leaves`, which get gradients, nor of the parameters in shards, which get
-    none. `keys` are those of the leaves. Steps are attached to `link`, and leave their gradients in `waiting`.
+    none. `keys` are those of the leaves. Steps are attached to `link`, and leave their gradients in `waiting`, with the
+    number of the backward: one that breaks off in between leaves them for nobody.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class Handover:
     ) -> None:
         self.keys = tuple(leaves)
         self.sharded = tuple(sharded)
-        self.waiting: list[Summed] = []
+        self.waiting: list[tuple[int, Summed]] = []
         # Makes the loss differentiable on a rank without parameters too.
         anchor = torch.zeros((), device=device, requires_grad=True)
         stepped = *leaves.values(), *self.sharded
@@ -35,7 +36,9 @@ class Handover:
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, waiting: list[Summed], count: int, anchor: Tensor, *stepped: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, waiting: list[tuple[int, Summed]], count: int, anchor: Tensor, *stepped: Tensor
+    ) -> Tensor:
         ctx.waiting = waiting
         ctx.without = (None,) * (len(stepped) - count)
         return anchor.clone()
@@ -43,8 +46,9 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     @leave_uncompiled
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the steps whose backwards have run, added up."""
-        total, *others = (list(summed.gradients) for summed in ctx.waiting)
+        """Return the gradients of the steps of this backward, added up."""
+        now = torch._C._current_graph_task_id()
+        total, *others = (list(summed.gradients) for number, summed in ctx.waiting if number == now)
         ctx.waiting.clear()
         for other in others:
             total = [
@@ -91,7 +95,7 @@ class Step(torch.autograd.Function):
         if ctx.note_scale is not None:
             ctx.note_scale(scale)
         scale_rows(kept.rows, scale)
-        ctx.handover.waiting.append(kept)
+        ctx.handover.waiting.append((torch._C._current_graph_task_id(), kept))
         return None, None, None, scale
 
 

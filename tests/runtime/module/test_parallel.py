@@ -134,6 +134,30 @@ def test_losses_of_several_calls_are_differentiated_together() -> None:
             torch.testing.assert_close(gradient, 2 * first - 3 * second, rtol=1e-12, atol=1e-15)
 
 
+def test_a_backward_that_breaks_off_leaves_nothing_for_later_ones() -> None:
+    """Between the step and its parameters, in another part of the graph."""
+    chain, parallel = alone()
+    plain = Plain(chain)
+    plain.gradients(chain.batch(1))
+    parallel(**chain.batch())  # makes the node that hands over, which is the oldest then
+    outer = torch.ones((), dtype=torch.float64, requires_grad=True).sin()  # differentiated after the step
+
+    def stop(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    handle = outer.register_hook(stop)
+    one, two = (parallel(**chain.batch(replica))["loss"] for replica in (0, 1))
+    with pytest.raises(KeyboardInterrupt):
+        (one + outer).backward()
+    handle.remove()
+    two.backward()
+    for name, p in parallel.named_parameters():
+        expected = plain.get_parameter(name).grad
+        assert (p.grad is None) == (expected is None)
+        if p.grad is not None and expected is not None:
+            torch.testing.assert_close(p.grad, expected, rtol=1e-13, atol=1e-15)
+
+
 def test_autograd_returns_gradients_and_leaves_none() -> None:
     chain, parallel = alone()
     plain = Plain(chain)
