@@ -145,8 +145,10 @@ def draw_mask(
     starts = range(start, start + elements // run * whole, whole)
     samples = torch.arange(batch, device=device) + first * sampled
     seen = None
-    if causal and inner % (size := prod(shape[-2:])) == run % size == 0 and shape[-1] % BLOCK == 0:
-        seen = _find_seen(*shape[-2:], device)
+    # On a CPU alone: to count blocks is to wait for a GPU, and a CUDA graph would not keep what is found here.
+    matrices = causal and moment.is_cpu and inner % (size := prod(shape[-2:])) == run % size == 0
+    if matrices and shape[-1] % BLOCK == 0:
+        seen = _find_seen(*shape[-2:])
     words = (seed & WORD, seed >> 32 & WORD)
     kept = _keep_runs(words, call & WORD, operator, samples, starts, run, count_dropped(p), seen)
     return kept.reshape(batch, elements // inner, inner).transpose(0, 1).reshape(tuple(shape))
@@ -165,9 +167,8 @@ class Seen(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _find_seen(queries: int, keys: int, device: torch.device) -> Seen:
-    first = torch.arange(0, keys, BLOCK, device=device)
-    seen = first <= torch.arange(queries, device=device)[:, None]
+def _find_seen(queries: int, keys: int) -> Seen:
+    seen = torch.arange(0, keys, BLOCK) <= torch.arange(queries)[:, None]
     return Seen(seen.numel(), seen.flatten().nonzero().flatten())
 
 

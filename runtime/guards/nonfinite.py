@@ -49,7 +49,8 @@ class Inspector(TorchDispatchMode):
         if self.found is not None or name.startswith("c10d") or _is_communicating():
             return result
         self._number += 1
-        if "empty" not in name and _has_broken(result):  # an empty tensor has no values yet
+        # An empty tensor has no values yet, and what is copied into a slot had them before: its reader is named.
+        if "empty" not in name and "copy_" not in name and _has_broken(result):
             action = Action.parse(self._position.read().activity)
             if not self._is_mean_of_none(action, result):
                 self.found = action, self._number, f"{name}{_source_line()}"

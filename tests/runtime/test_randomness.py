@@ -123,6 +123,12 @@ def test_of_causal_scores_only_what_is_seen_is_drawn(
     assert whole.logical_and(~seen).any() or shape[-1] <= 3
 
 
+def test_a_causal_mask_elsewhere_than_on_a_cpu_needs_no_values_on_the_host() -> None:
+    """A device with no values at all stands for one whose values are there later, and in a CUDA graph never."""
+    moment = torch.empty(3, dtype=torch.int64, device="meta")
+    assert draw_mask(mask_key(4, (1, 2, 16, 16)), moment, 0.25, (1, 2, 16, 16), causal=True).is_meta
+
+
 def test_large_masks_are_made_in_pieces_without_seams() -> None:
     state = Randomness(seed=8)
     whole = keep_mask(state, 0.1, 1, (3, 70_003), CPU)

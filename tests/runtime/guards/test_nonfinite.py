@@ -102,6 +102,27 @@ def test_a_broken_forward_is_found_on_its_stage() -> None:
     assert "No gradient was handed to .grad" in text
 
 
+class Distance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.linear(x) - y).square().mean()
+
+
+def test_a_broken_input_is_named_by_its_first_reader() -> None:
+    """Not by the copy into the memory that a stage reads it from."""
+    examples = {name: torch.zeros(1, 8) for name in ("x", "y")}
+    parallel = autoptd.compile(Distance(), mesh=(1, 1, 1), example_inputs=examples, num_microbatches=2).bind()
+    x, y = torch.ones(2, 2, 8).unbind()
+    x[1, 3] = torch.nan
+    with pytest.raises(
+        FloatingPointError, match=r"on microbatch 1, in aten\.\w+\.default, program_00.py:\d+: .*x"
+    ):
+        parallel(x=x, y=y)
+
+
 def test_a_step_without_any_label_says_so() -> None:
     program = compile_gpt((2, 2, 1))
 
