@@ -278,16 +278,14 @@ class CompiledProgram:
         placed = _read_device(_default_device() if device is None else device)
         if placed.type == "cuda":
             torch.cuda.set_device(placed)  # where torch.distributed puts objects and barriers
-        tensors = [program._read_weights(weights) for program in self.shapes]
-        check_proved(self.manifest, tensors[0])
+        given = [(program, program._read_weights(weights)) for program in self.shapes]
+        check_proved(self.manifest, given[0][1])
         hashes = (program_hash(program.texts, program.manifest) for program in self.shapes)
         with join(self.manifest, placed, " ".join(hashes)) as connection:
-            for program, own in zip(self.shapes, tensors, strict=True):
+            for program, own in given:
                 compare_weights(program.manifest, connection, own)
             pipeline = connection.rank.coordinates.pipeline
-            first, *further = (
-                program._read_rank(pipeline, own) for program, own in zip(self.shapes, tensors, strict=True)
-            )
+            first, *further = (program._read_rank(pipeline, own) for program, own in given)
             replays = graphs == "auto" and placed.type in graph_devices
             parallel = signed(self.manifest)(connection, first, further, weights is None, replays)
         parallel.loss_type = getattr(self.model, "loss_type", None)

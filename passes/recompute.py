@@ -22,7 +22,7 @@ from autoptd.passes.ir.names import find_containers, short_path
 from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.nodes import walk
 from autoptd.passes.ir.products import find_factors
-from autoptd.passes.ir.program import Program, values_taken
+from autoptd.passes.ir.program import Program, copy_nodes, values_taken
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
 from autoptd.passes.structure.layers import Layer, find_stacks
@@ -54,10 +54,8 @@ def recompute_activations(program: Program, *, recompute: str | int) -> Program:
     suffix = "_core" if recompute == "selective" else ""
     containers = find_containers(info(node).path for ledger in ledgers for node in ledger.nodes)
     groups = [list(_name_groups(own, containers, suffix)) for own in found]
-    stages = tuple(
-        replace(stage, graph=_mark(stage.graph, own))
-        for stage, own in zip(program.stages, groups, strict=True)
-    )
+    pairs = zip(program.stages, groups, strict=True)
+    stages = tuple(replace(stage, graph=_mark(stage.graph, own)) for stage, own in pairs)
     memory = _describe_memory(ledgers, groups)
     return program.replace_stages(stages, f"recompute_activations {recompute}: {entry}, {memory}")
 
@@ -197,16 +195,12 @@ def _common_path(nodes: Sequence[fx.Node]) -> str:
 
 def _mark(graph: fx.Graph, groups: Sequence[Group]) -> fx.Graph:
     order = list(graph.nodes)
-    labels = {}
-    for label, nodes in groups:
+    for _, nodes in groups:
         order = _bring_together(order, set(nodes))
-        labels.update(dict.fromkeys(nodes, label))
-    copy = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in order:
-        values[node] = copy.node_copy(node, values.__getitem__)
-        if node in labels:
-            change_info(values[node], recompute=labels[node])
+    copy, values = copy_nodes(order)
+    for label, nodes in groups:
+        for node in nodes:
+            change_info(values[node], recompute=label)
     return copy
 
 

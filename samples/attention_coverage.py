@@ -169,7 +169,7 @@ def list_rows() -> Iterator[tuple[str, ...]]:
                 continue
             inputs = make_inputs(name)
             program = fold_model(randomize(model), inputs)
-            findings = find_attentions(program)
+            findings = find_attentions(program)[1]
             error = measure_error(recognize_attention(program), model, inputs)
             for rule, reason in dict.fromkeys((write_rule(f), f.reason) for f in findings):
                 count = sum((write_rule(f), f.reason) == (rule, reason) for f in findings)

@@ -134,11 +134,10 @@ def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functio
 
 def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
+    made = objective.result.calls.made
     try:
         with run_without_data(mode), Functions().watch(), refuse_new_hooks():
-            calls = compare_evaluation(
-                objective, objective.result.calls.made, lambda: objective.find_loss(*values)
-            )
+            calls = compare_evaluation(objective, made, lambda: objective.find_loss(*values))
     except SideEffectError:
         raise
     except Exception as error:  # the trace supports operators that do not run otherwise without data

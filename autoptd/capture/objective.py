@@ -92,11 +92,10 @@ def find_loss(result: object) -> tuple[Tensor, Output]:
             kind = "dataclass" if dataclasses.is_dataclass(result) else "dict"
             return items["loss"], Output(kind, "loss", _type_name(result), tuple(items))
     elif isinstance(result, (tuple, list)):
-        for index, item in enumerate(result):
+        names = tuple(map(str, range(len(result))))
+        for name, item in zip(names, result, strict=True):
             if _is_loss(item):
-                return item, Output(
-                    "tuple", str(index), _type_name(result), tuple(map(str, range(len(result))))
-                )
+                return item, Output("tuple", name, _type_name(result), names)
     raise LossError(
         f"the model returned {describe(result)}, which has no scalar loss; return the loss (alone, in a tuple, or "
         "under 'loss'), or pass loss_fn="

@@ -271,9 +271,7 @@ def placement_after(
     found = [placements[n] for n in node.all_input_nodes]
     if all(placement is proof.WHOLE for placement in found):
         return proof.WHOLE
-    if any(
-        proof.PARTIAL in (placement if isinstance(placement, tuple) else (placement,)) for placement in found
-    ):
+    if any(proof.PARTIAL in (p if isinstance(p, tuple) else (p,)) for p in found):
         return record.of_partial(node, placements)
     return record.placed(node, placements) if record.placed is not None else proof.UNKNOWN
 

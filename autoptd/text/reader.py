@@ -60,15 +60,9 @@ def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mappi
             parameters = {name: manifest.parameters[name] for name in manifest.stages[index].parameters}
             own = {n: node for n, node in constants_made(constants).items() if n in parameters}
             stages[index] = Stage(graph, parameters, constants_graph(own))
-    return Program(
-        mesh=manifest.mesh,
-        stages=tuple(stages[index] for index in range(len(manifest.stages))),
-        inputs=manifest.inputs,
-        output=manifest.output,
-        aliases=manifest.aliases,
-        log=(f"read {len(texts)} program texts",),
-        buffers=buffers,
-    )
+    ordered = tuple(stages[index] for index in range(len(manifest.stages)))
+    log = (f"read {len(texts)} program texts",)
+    return Program(manifest.mesh, ordered, manifest.inputs, manifest.output, manifest.aliases, log, buffers)
 
 
 def program_filename(pipeline_rank: int, num_pipeline_ranks: int) -> str:

@@ -217,11 +217,9 @@ def _reset(twin: nn.Module) -> None:
 
 def _check_constructors(model: nn.Module, why: str) -> None:
     """Raise UnknownError if a constructor of the model's own classes may do more than build modules."""
-    kinds = dict.fromkeys(
-        kind for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)
-    )
-    for kind in kinds:
-        if not _is_torchs(kind) and "__init__" in vars(kind) and (line := _find_more(kind)):
+    for kind in dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__):
+        builds = issubclass(kind, nn.Module) and not _is_torchs(kind) and "__init__" in vars(kind)
+        if builds and (line := _find_more(kind)):
             raise UnknownError(f"{why}, and {kind.__qualname__}.__init__ may write parameters: {line}")
 
 

@@ -57,10 +57,8 @@ def read_chain(softmax: fx.Node, number: Number, learned: set[fx.Node]) -> Chain
         elif product is None:
             product = _explain(scores, learned)
     if isinstance(product, Product):
-        factors = (
-            strip(n, Trait.REARRANGES | Trait.REPEATS) for n in (product.queries.node, product.keys.node)
-        )
-        if any(factor.op == "get_attr" for factor in factors):
+        moves = Trait.REARRANGES | Trait.REPEATS
+        if any(strip(factor.node, moves).op == "get_attr" for factor in (product.queries, product.keys)):
             product = f"a factor of {_name(scores)} is a parameter"
     return Chain(softmax, tuple(steps), product, *_follow(softmax))
 

@@ -73,20 +73,11 @@ class Constants:
     def finish(self, graph: fx.Graph) -> Stage:
         """Return the stage of `graph` without the constants that it no longer loads."""
         used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-        constants = constants_graph(
-            {
-                n: node
-                for n, node in self.sources.items()
-                if n in used and self.parameters[n].kind == "constant"
-            }
-        )
-        used.update(str(node.target) for node in constants.nodes if node.op == "get_attr")
-        kept = {
-            name: p
-            for name, p in self.parameters.items()
-            if name in used or (p.kind != "constant" and not is_lifted(name))
-        }
-        return Stage(graph, kept, constants)
+        loaded = used & {name for name, p in self.parameters.items() if p.kind == "constant"}
+        constants = constants_graph({n: node for n, node in self.sources.items() if n in loaded})
+        used.update(str(node.target) for node in constants.find_nodes(op="get_attr"))
+        used.update(n for n, p in self.parameters.items() if p.kind != "constant" and not is_lifted(n))
+        return Stage(graph, {n: p for n, p in self.parameters.items() if n in used}, constants)
 
     def emit(self, target: Any, *args: Any) -> fx.Node:
         """Add a constant, each distinct one once."""

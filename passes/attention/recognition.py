@@ -42,15 +42,11 @@ class Finding:
 
 def recognize_attention(program: Program) -> Program:
     """Rewrite the one-stage program's attentions, and log each distinct one with the rule or the reason."""
-    return _recognize(program)[0]
+    return find_attentions(program)[0]
 
 
-def find_attentions(program: Program) -> tuple[Finding, ...]:
-    """Return the findings of `recognize_attention` in the program, in graph order."""
-    return _recognize(program)[1]
-
-
-def _recognize(program: Program) -> tuple[Program, tuple[Finding, ...]]:
+def find_attentions(program: Program) -> tuple[Program, tuple[Finding, ...]]:
+    """Return the result of `recognize_attention`, and its findings in graph order."""
     (stage,) = program.stages
     written = any(node.target is aten.softmax.int for node in stage.graph.nodes)
     fused = [node for node in stage.graph.nodes if has_trait(node, Trait.FUSED_ATTENTION)]

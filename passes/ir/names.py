@@ -28,10 +28,8 @@ def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
     live = live_nodes(graph)
     containers = find_containers(info(node).path for node in live)
     heads = _module_results(live)
-    return _copy_named(
-        _order_constants(live, buffers),
-        lambda node, values: _candidate(node, node in heads, containers, values),
-    )
+    ordered = _order_constants(live, buffers)
+    return _copy_named(ordered, lambda node, values: _candidate(node, node in heads, containers, values))
 
 
 def rename_nodes(graph: fx.Graph) -> fx.Graph:

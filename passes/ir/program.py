@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -70,13 +70,21 @@ class Program:
 Passes = tuple[tuple[str, Callable[[Program], Program]], ...]
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph, with its own ``meta`` dicts per node (values are shared: replace them, never mutate)."""
-    copy = fx.Graph()
+def copy_nodes(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Return a graph of copies of `nodes`, each behind what it reads, and the copy of each.
+
+    Copies have ``meta`` dicts of their own, whose values are shared: replace them, never mutate.
+    """
+    graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        values[node] = copy.node_copy(node, values.__getitem__)
-    return copy
+    for node in nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+    return graph, values
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph; see `copy_nodes`."""
+    return copy_nodes(graph.nodes)[0]
 
 
 def constants_made(constants: fx.Graph) -> Mapping[str, Any]:
@@ -87,10 +95,7 @@ def constants_made(constants: fx.Graph) -> Mapping[str, Any]:
 
 def constants_graph(made: Mapping[str, Any]) -> fx.Graph:
     """Return a graph that makes just these constants, copied from that of their nodes; empty where there are none."""
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in sorted(walk(nodes_in(made))):
-        values[node] = graph.node_copy(node, values.__getitem__)
+    graph, values = copy_nodes(sorted(walk(nodes_in(made))))
     if made:
         graph.output(fx.map_arg(dict(made), values.__getitem__))
     return graph

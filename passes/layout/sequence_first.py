@@ -57,9 +57,8 @@ def rewrite_layout(program: Program) -> Program:
     if after > before:
         return _leave(program, f"[s, b, h] would copy {after:,} instead of {before:,} bytes{undone}")
     if after == before and program.mesh.tensor == 1:
-        return _leave(
-            program, f"[s, b, h] would copy as much, {after:,} bytes, and no tensor ranks exchange its rows"
-        )
+        reason = f"[s, b, h] would copy as much, {after:,} bytes, and no tensor ranks exchange its rows"
+        return _leave(program, reason)
     entry = (
         f"rewrite_layout [b, s, h] -> [s, b, h]: {before:,} -> {after:,} bytes copied per microbatch{undone}"
     )

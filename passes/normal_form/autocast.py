@@ -102,9 +102,8 @@ def describe_result(
     traced = node.meta["val"]
     given, same = ([n.meta["val"] for n in nodes_in(x)] for x in ((args, kwargs), (node.args, node.kwargs)))
     enabled = state is not None and state.enabled
-    if not any(isinstance(v, Tensor) and v.is_floating_point() for v in given) or not (
-        enabled or is_mutation(node.target) or _dtypes(given) != _dtypes(same)
-    ):
+    floats = any(isinstance(v, Tensor) and v.is_floating_point() for v in given)
+    if not floats or not (enabled or is_mutation(node.target) or _dtypes(given) != _dtypes(same)):
         return node.meta
     try:
         with torch.no_grad():

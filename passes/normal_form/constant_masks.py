@@ -87,9 +87,7 @@ class MaskJudge:
 
     def value(self, node: fx.Node) -> Any:
         """Return the value of a constant; None if it needs a buffer without data."""
-        missing = walk(
-            [node], lambda n: [source for source in n.all_input_nodes if source not in self.values]
-        )
+        missing = walk([node], lambda n: [x for x in n.all_input_nodes if x not in self.values])
         for source in sorted(missing) if node not in self.values else ():
             self.values[source] = self._compute(source)
         return self.values[node]

@@ -28,11 +28,20 @@ def rewrite(target: Any, call: Call) -> fx.Node:
     return call.writer.emit(target, call.args, call.meta, call.kwargs)
 
 
-def _recurrent(call: Call) -> fx.Node | None:
-    raise ValueError(
-        f"{where(call.node)}: {call.node.target} is a whole recurrent layer, which is not supported: write its steps "
-        "with linear operators, or leave the layer out of the compiled model"
-    )
+def _refused(reason: str) -> Rule:
+    def rule(call: Call) -> fx.Node | None:
+        raise ValueError(f"{where(call.node)}: {reason.format(call.node.target)}")
+
+    return rule
+
+
+_recurrent = _refused(
+    "{} is a whole recurrent layer, which is not supported: write its steps with linear operators, or leave the layer "
+    "out of the compiled model"
+)
+_embedding_bag = _refused(
+    "an embedding bag is not supported: write it as an embedding and the mean or sum of a bag"
+)
 
 
 def _embedding(call: Call) -> fx.Node | None:
@@ -47,12 +56,6 @@ def _embedding(call: Call) -> fx.Node | None:
             "token in the whole batch, but a program sees one microbatch at a time: leave it out"
         )
     return None
-
-
-def _embedding_bag(call: Call) -> fx.Node | None:
-    raise ValueError(
-        f"{where(call.node)}: an embedding bag is not supported: write it as an embedding and the mean or sum of a bag"
-    )
 
 
 def _same(call: Call) -> fx.Node | None:
@@ -193,10 +196,8 @@ def _concatenate(call: Call) -> fx.Node | None:
     filled = [source for source in sources if source.meta["val"].shape != (0,)]
     if len(filled) in (0, len(sources)):
         return None
-    filled = [
-        x if x.meta["val"].dtype == call.val.dtype else _derive(call, aten.to.dtype, x, call.val.dtype)
-        for x in filled
-    ]
+    dtype = call.val.dtype
+    filled = [x if x.meta["val"].dtype == dtype else _derive(call, aten.to.dtype, x, dtype) for x in filled]
     return call.emit(aten.cat.default, filled, *dim) if len(filled) > 1 else filled[0]
 
 

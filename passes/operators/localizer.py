@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -18,40 +18,34 @@ from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.runtime import collectives
-from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Parameter, Placement, Segment, Shard
+from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Placement, Segment, Shard
 
 aten = torch.ops.aten
 
 
+@dataclass(eq=False)
 class Localizer:
     """The rewrite of one graph to the graph of one tensor rank; `values` maps each old node to its new one.
 
     `divided` are the divided axes with their padding, `filled` the names of the constants of one number, and `named`
-    the axes of each new node's results, by its name.
+    the axes of each new node's results, by its name. `biases` of a partial sum are pairs of an old linear and its bias.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        axis_map: AxisMap,
-        divided: dict[Axis, int],
-        batch: set[Axis],
-        filled: Collection[str],
-    ) -> None:
-        (stage,) = program.stages
-        self.old = stage.graph
-        self.axis_map = axis_map
-        self.divided = divided
-        self.batch = batch
-        self.single = any(i.batch_dim is not None and i.shape[i.batch_dim] == 1 for i in program.inputs)
-        self.filled = filled
-        self.tensor = program.mesh.tensor
-        self.graph = fx.Graph()
-        self.values: dict[fx.Node, fx.Node] = {}
-        self.parameters: dict[str, Parameter] = dict(stage.parameters)
-        self.propagation = Propagation(program.mesh)
-        self.named: dict[str, tuple[Axes, ...]] = {}
-        self.biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = {}  # of a partial sum: (old linear, its bias)
+    program: Program
+    axis_map: AxisMap
+    divided: dict[Axis, int]
+    batch: set[Axis]
+    filled: Collection[str]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    named: dict[str, tuple[Axes, ...]] = field(default_factory=dict)
+    biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        inputs, mesh, (stage,) = self.program.inputs, self.program.mesh, self.program.stages
+        self.single = any(i.batch_dim is not None and i.shape[i.batch_dim] == 1 for i in inputs)
+        self.old, self.tensor, self.propagation = stage.graph, mesh.tensor, Propagation(mesh)
+        self.parameters = dict(stage.parameters)
 
     def run(self, localize: Callable[[Localizer, fx.Node], fx.Node]) -> fx.Graph:
         """Return the new graph, with every call as `localize` writes it."""

@@ -21,9 +21,7 @@ from autoptd.passes.operators import (
 from autoptd.passes.operators.record import OperatorRules, Trait
 
 _FAMILIES = (attention, einsums, kernels, pieces, pointwise, products, reductions, views, vocabulary)
-OPERATORS: dict[Any, OperatorRules] = {
-    key: rules for family in _FAMILIES for key, rules in family.RULES.items()
-}
+OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
 UNFAMILIAR = OperatorRules()
 
 

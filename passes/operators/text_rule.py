@@ -84,10 +84,8 @@ class TextRule:
         else:
             for name in summed:
                 ax.block(named[name], f"the rule {self.text!r} sums over several axes")
-        return as_results(
-            node,
-            [tuple(named.setdefault(name, ax.Axis(sizes[name])) for name in group) for group in self.results],
-        )
+        results = (tuple(named.setdefault(n, ax.Axis(sizes[n])) for n in own) for own in self.results)
+        return as_results(node, results)
 
     def placed(self, node: fx.Node, placements: proof.Placements) -> proof.Found:
         """Require a divided name to be divided alike in all its arguments; summed over, it gives a partial sum."""

@@ -110,9 +110,8 @@ class CostSequence:
     def take(self, kept: Ints) -> CostSequence:
         """Return the same sequence with the places of numbers `kept` only (ascending)."""
         work = (self.start + self.end)[kept]
-        rows = {
-            name: getattr(self, name)[kept] for name in ("places", "start", "end", "static", "activation")
-        }
+        names = ("places", "start", "end", "static", "activation")
+        rows = {name: getattr(self, name)[kept] for name in names}
         return replace(self, **rows, before=np.searchsorted(work, work, "left"))
 
 

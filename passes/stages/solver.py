@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -106,14 +107,8 @@ def cut_sequence(
         start = shared if sequence.fits(shared) else start
         cut, bound, method = _improve(sequence, start, ceiling, bound, effort)
     if not sequence.fits(cut):
-        unlimited = cut_sequence(
-            costs,
-            boundary_costs,
-            num_stages=num_stages,
-            num_pipeline_ranks=num_pipeline_ranks,
-            stage_ceiling=stage_ceiling,
-            effort=effort,
-        )
+        size: Any = {"num_stages": num_stages, "num_pipeline_ranks": num_pipeline_ranks}
+        unlimited = cut_sequence(costs, boundary_costs, **size, stage_ceiling=stage_ceiling, effort=effort)
         return replace(unlimited, overflow=_describe_overflow(sequence, cut))
     return Cut.of(sequence, _even(sequence, cut), bound, method)
 

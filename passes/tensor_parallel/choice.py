@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain, combinations, product
 from math import gcd, prod
 
 import networkx as nx
@@ -68,10 +69,6 @@ def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
     return divided
 
 
-def _candidate(axis: Axis, tensor: int, padded: set[Axis]) -> bool:
-    return not axis.blocked and axis.size > 1 and (axis.size % tensor == 0 or axis in padded)
-
-
 def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     """Return the leaves that t does not divide and that only meet operators which ignore zero rows at the end."""
     wanted = {
@@ -99,31 +96,32 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
 
 
 def _measure(graph: fx.Graph, axis_map: AxisMap) -> list[_Leaf]:
-    """Walk the graph once and add up the savings, the moved bytes and the rivals of each candidate leaf."""
+    """Walk the graph once and add up the savings, the moved bytes and the rivals of each leaf that may be divided."""
     found: dict[int, _Leaf] = {}
     tensor, padded = axis_map.tensor, _paddable(graph, axis_map)
+
+    def fits(leaf: Axis) -> bool:
+        return not leaf.blocked and leaf.size > 1 and (leaf.size % tensor == 0 or leaf in padded)
+
     for node in graph.nodes:
         for axes, value in zip(axis_map.all_of(node), results_of(node), strict=False):
             # Leaves of different groups exclude each other.
-            groups = [list(dict.fromkeys(ax.leaves(f))) for axis in axes for f in ax.factors(axis)]
+            groups = [dict.fromkeys(filter(fits, ax.leaves(f))) for axis in axes for f in ax.factors(axis)]
             size = tensor_bytes(value)
             if node.op == "get_attr":
                 size *= STATE_BYTES if node in axis_map.weights else 1
             repeated = (f for axis in axes for f in ax.factors(axis)[1:] if f.kind == "sum")
             inner = {leaf for f in repeated for leaf in ax.leaves(f)}
-            for position, group in enumerate(groups):
-                for leaf in group:
-                    if not _candidate(leaf, tensor, padded):
-                        continue
-                    entry = found.setdefault(leaf.serial, _Leaf(leaf))
-                    entry.unfit |= leaf in inner
-                    entry.saved += size - size // tensor
-                    for other in groups[:position]:
-                        entry.unfit |= leaf in other
-                        for rival in other:
-                            if rival is not leaf and _candidate(rival, tensor, padded):
-                                entry.excludes.add(rival.serial)
-                                found.setdefault(rival.serial, _Leaf(rival)).excludes.add(leaf.serial)
+            for leaf in chain.from_iterable(groups):
+                entry = found.setdefault(leaf.serial, _Leaf(leaf))
+                entry.unfit |= leaf in inner
+                entry.saved += size - size // tensor
+            for one, other in combinations(groups, 2):
+                for leaf, rival in product(one, other):
+                    found[leaf.serial].unfit |= leaf is rival
+                    if leaf is not rival:
+                        found[leaf.serial].excludes.add(rival.serial)
+                        found[rival.serial].excludes.add(leaf.serial)
         _count_moves(node, axis_map, found)
     return list(found.values())
 
@@ -299,15 +297,12 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
         if not ax.is_divided([axis, *axis_map.of(node)], divided):
             # Every attention has a batch dimension, which is no reason.
             own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
-            why = (
-                "a tensor has its heads twice, or among other rows" if own else "it has no dimension of heads"
-            )
-            reasons = {leaf.blocked for leaf in own if leaf.blocked} or {
-                _find_rival(graph, axis_map, divided, own) or why
-            }
+            twice, none = "a tensor has its heads twice, or among other rows", "it has no dimension of heads"
+            why = _find_rival(graph, axis_map, divided, own) or (twice if own else none)
+            why = min((leaf.blocked for leaf in own if leaf.blocked), default=why)
             cost = f"{forward_work(node).flops:,} FLOPs a forward on each of {axis_map.tensor} ranks"
             name = operator_name(node.target)
-            lines[f"attention replicated ({name}, {cost}) because {min(reasons)}"].append(where(node))
+            lines[f"attention replicated ({name}, {cost}) because {why}"].append(where(node))
     for (node, tensor), dim in axis_map.kv_heads.items():
         heads = ax.factors(axis_map.of(tensor)[dim])[0].size
         lines[f"{heads} key-value heads replicated over tensor={axis_map.tensor}"].append(where(node))

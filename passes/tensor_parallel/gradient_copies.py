@@ -69,8 +69,9 @@ def place_copies(
             else:
                 region.insert_copy(node, partial)
                 copies += 1
-    for name in region.mixed_parameters():
-        mark(name)
+    for name, p in parameters.items():
+        if p.requires_grad and not all(s.divided for s in p.placement["tensor"].segments):
+            mark(name)  # the gradients of its whole rows, beside divided ones, are partial
     return marked, copies
 
 
@@ -84,7 +85,6 @@ class _Region:
 
     def __init__(self, graph: fx.Graph, parameters: Mapping[str, Parameter]) -> None:
         self.graph = graph
-        self.parameters = parameters
         self.rank = next(n for n in graph.nodes if info(n).role == "rank")
         self.differentiable = find_trained(Stage(graph, parameters, fx.Graph()))
         self.divided = {
@@ -138,9 +138,7 @@ class _Region:
         network = nx.Graph()
         network.add_nodes_from(members)
         inside = set(members)
-        network.add_edges_from(
-            (s, n) for n in members if n in self.partial for s in n.all_input_nodes if s in inside
-        )
+        network.add_edges_from((s, n) for n in self.partial & inside for s in inside & {*n.all_input_nodes})
         return sorted(map(sorted, nx.connected_components(network)))
 
     def stream(self, component: Component) -> set[fx.Node]:
@@ -190,20 +188,11 @@ class _Region:
     def insert_copy(self, node: fx.Node, readers: list[fx.Node]) -> None:
         """Let `readers` read f(node)."""
         with self.graph.inserting_after(node):
-            copy = self.graph.create_node(
-                "call_function", collectives.copy_to_tensor, (self.rank, node), {}, name=f"{node.name}_f"
-            )
+            target, args = collectives.copy_to_tensor, (self.rank, node)
+            copy = self.graph.create_node("call_function", target, args, name=f"{node.name}_f")
         describe(copy, node.meta["val"], info(node), placement=REPLICATED.with_partial_gradient("tensor"))
         for reader in readers:
             reader.replace_input_with(node, copy)
-
-    def mixed_parameters(self) -> list[str]:
-        """Parameters some of whose rows are divided and others replicated: the latter's gradients are partial."""
-        return [
-            name
-            for name, p in self.parameters.items()
-            if p.requires_grad and not all(s.divided for s in p.placement["tensor"].segments)
-        ]
 
 
 def _minimum_cut(shape: Shape) -> Sides:

@@ -113,10 +113,8 @@ class _Rewriting:
         placements = tuple(placement for reader in readers for placement in info(reader.node).placements)
         about = replace(info(first), name=f"{first.name}_together", placement=placements)
         together = self._write(first, collectives.copied_linears, (rank, x, weights, *given), options, about)
-        parts = [
-            self._write(first, operator.getitem, (together, i), {}, info(r.node).at(about))
-            for i, r in enumerate(readers)
-        ]
+        own = enumerate(info(reader.node).at(about) for reader in readers)
+        parts = [self._write(first, operator.getitem, (together, i), {}, facts) for i, facts in own]
         for reader, part in zip(readers, parts, strict=True):
             if reader.node.target is kernels.linear_gelu:
                 change_info(part, name=f"{reader.node.name}_linear")

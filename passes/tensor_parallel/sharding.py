@@ -54,10 +54,8 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     graph = localizer.run(lambda localizer, node: rules_of(node).local(localizer, node))
     parameters, copies = place_copies(graph, localizer.parameters, program.mesh.pipeline)
     reductions = sum(n.target is collectives.reduce_from_tensor for n in graph.nodes)
-    entry = (
-        f"shard_tensors tensor={tensor}: {len(divided)} axes divided, "
-        f"{reductions} all-reduces forward, {copies} backward"
-    )
+    summed = f"{reductions} all-reduces forward, {copies} backward"
+    entry = f"shard_tensors tensor={tensor}: {len(divided)} axes divided, {summed}"
     if axis_map.repeated:
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"

@@ -56,10 +56,8 @@ class TracedPosition(Position):
         rank = connection.rank
         rank.groups = {axis: TracedGroup(group, axis, self) for axis, group in rank.groups.items()}
         connection.world = TracedGroup(connection.world, "world", self)
-        connection.tied = {
-            owners: TracedGroup(group, f"tied {list(owners)}", self)
-            for owners, group in connection.tied.items()
-        }
+        tied = connection.tied.items()
+        connection.tied = {owners: TracedGroup(group, f"tied {list(owners)}", self) for owners, group in tied}
 
 
 class TracedGroup(Group):

@@ -86,7 +86,5 @@ def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
         new = ThreadRendezvous(world, len(members), f"{axis} group {list(members)}")
         return ThreadGroup(rendezvous.setdefault((axis, members), new), members.index(rank))
 
-    return [
-        Rank(mesh, mesh.coordinates(rank), {axis: group(axis, rank) for axis in mesh.axes})
-        for rank in range(mesh.size)
-    ]
+    groups = ({axis: group(axis, rank) for axis in mesh.axes} for rank in range(mesh.size))
+    return [Rank(mesh, mesh.coordinates(rank), own) for rank, own in enumerate(groups)]

@@ -78,8 +78,7 @@ def explain_nonfinite(
     `repeat` runs the schedule of the step again, forwards and backwards; its `unlabelled` microbatches have no label,
     and count nothing in a step that has some.
     """
-    inspector = Inspector(connection.position, len(manifest.stages) - 1, unlabelled)
-    with inspector:
+    with Inspector(connection.position, len(manifest.stages) - 1, unlabelled) as inspector:
         repeat()
     connection.position.phase("search for the first operator")
     order = [NOTHING, 0, 0, 0]

@@ -110,9 +110,8 @@ class Mesh:
         """Return all groups of ranks along `axis`, or those of the ranks that stand `at` these coordinates."""
         fixed = {**at, axis: 0}
         places = product(*((fixed[a],) if a in fixed else range(size) for a, size in self.axes.items()))
-        return [
-            self.group(axis, self.rank_of(**dict(zip(self.axes, place, strict=True)))) for place in places
-        ]
+        firsts = (self.rank_of(**dict(zip(self.axes, place, strict=True))) for place in places)
+        return [self.group(axis, rank) for rank in firsts]
 
     def __str__(self) -> str:
         return " ".join(["mesh", *(f"{axis}={size}" for axis, size in tuple(self.axes.items())[::-1])])

@@ -70,9 +70,8 @@ def format_schedule(actions: Sequence[Action]) -> str:
         return _join_lines(("forward:", forwards), ("backward:", backwards))
     # One forward and one backward in turn begins with the forward before the first backward.
     start, stop = max(first_backward - 1, 0), last_forward + 2
-    steady = _find_runs(
-        [sum(units[i : min(i + 2, stop)], ()) for i in range(start, min(stop, len(units)), 2)]
-    )
+    pairs = range(start, min(stop, len(units)), 2)
+    steady = _find_runs([sum(units[first : min(first + 2, stop)], ()) for first in pairs])
     cycle = max(_cycles(steady), key=lambda cycle: cycle.covered)
     warm_up, cool_down = _find_runs(units[:start]), _find_runs(units[stop:])
     if cycle.times == 1 or 2 * cycle.covered < sum(run.times for run in steady):

@@ -114,7 +114,7 @@ def check_class(name: str, implementation: str) -> None:
     randomize(model)
     inputs = make_inputs(name)
     program = fold_model(model, inputs)
-    findings = find_attentions(program)
+    findings = find_attentions(program)[1]
     learned = implementation == "sdpa" and name.startswith("T5")
     wanted = [("sdpa", "computed in the step")] * 2 + [
         ("sdpa", "computed in the step"),
@@ -145,7 +145,7 @@ def test_experts_multiplied_by_group_leave_the_attention_as_it_is(name: str) -> 
     randomize(model).set_experts_implementation("grouped_mm")  # type: ignore[operator]
     inputs = make_inputs(name)
     program = fold_model(model, inputs)
-    assert [(f.rule, f.mask) for f in find_attentions(program)] == RULES[name]
+    assert [(f.rule, f.mask) for f in find_attentions(program)[1]] == RULES[name]
     weights = dict(model.named_parameters())
     losses = [run_graph(p, weights, inputs) for p in (program, recognize_attention(program))]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
@@ -220,8 +220,8 @@ def test_masks_of_the_batch_keep_their_meaning(name: str, more: Mapping[str, Cal
     inputs = make_inputs(name) | {key: make() for key, make in more.items()}
     program = fold_model(model, inputs)
     rewritten = assert_same(program, model, inputs)
-    assert {(f.rule, f.mask) for f in find_attentions(program)} == {("softmax", "from the batch")}
-    assert all("batch" in f.reason or "computed in the step" in f.reason for f in find_attentions(program))
+    assert {(f.rule, f.mask) for f in find_attentions(program)[1]} == {("softmax", "from the batch")}
+    assert all("batch" in f.reason or "computed in the step" in f.reason for f in find_attentions(program)[1])
     assert SDPA not in targets(rewritten)
     everything = {key: x if key in ("input_ids", "labels") else x * 0 + 1 for key, x in inputs.items()}
     loss = run(rewritten, model, inputs)[0]
@@ -241,7 +241,7 @@ def test_dropout_keeps_its_bits(name: str) -> None:
     rewritten = assert_same(program, model, inputs)
     after = [n for n in rewritten.stages[0].graph.nodes if n.target is kernels.scaled_softmax]
     assert [(n.kwargs["p"], n.kwargs["operator"]) for n in after] == [n.args[2:4] for n in before]
-    assert {f.reason for f in find_attentions(program)} == {"of dropout"}
+    assert {f.reason for f in find_attentions(program)[1]} == {"of dropout"}
     assert kernels.dropout not in targets(rewritten)
 
 
@@ -254,7 +254,7 @@ def test_half_precision_is_no_worse_than_written_out(name: str) -> None:
     randomize(model).bfloat16()
     inputs = make_inputs(name)
     program = fold_model(model, inputs)
-    assert {f.rule for f in find_attentions(program)} == {"sdpa"}
+    assert {f.rule for f in find_attentions(program)[1]} == {"sdpa"}
     exact = run(program, model, inputs)[0]  # as if no cast were there
     weights = dict(model.named_parameters())
     usual, found = (run_graph(p, weights, inputs) for p in (program, recognize_attention(program)))
@@ -318,7 +318,7 @@ def recognize(
         torch.testing.assert_close(
             run(rewritten, model, inputs)[0], model(**inputs).detach(), rtol=limit, atol=0
         )
-    return rewritten, list(find_attentions(program))
+    return rewritten, list(find_attentions(program)[1])
 
 
 def tril() -> Tensor:
@@ -639,7 +639,7 @@ def test_an_unknown_buffer_is_no_proof() -> None:
     with torch.device("meta"):
         model = Written(FORMS["buffer"])
     program = fold_model(model, {"idx": torch.randint(0, 10, (2, S))})
-    (finding,) = find_attentions(program)
+    (finding,) = find_attentions(program)[1]
     assert finding.rule == ""
     assert finding.reason == "its mask, seen, has no known values"
 
@@ -682,7 +682,7 @@ def test_attentions_that_round_in_between_stay_rounded(way: str, dropout: float)
     model = Written(body)
     program = fold_model(model, inputs)
     rewritten = recognize_attention(program)
-    (finding,) = find_attentions(program)
+    (finding,) = find_attentions(program)[1]
     assert finding.rule != "sdpa"
     casts = [n.meta["val"].dtype for n in rewritten.stages[0].graph.nodes if n.target is aten.to.dtype]
     assert torch.bfloat16 in casts, finding
@@ -700,7 +700,7 @@ def test_weights_in_the_dtype_of_the_scores_are_fused() -> None:
         return (scores.softmax(-1, dtype=torch.float32).bfloat16() @ v).double()
 
     program = fold_model(Written(body), {"idx": torch.randint(1, 10, (2, S))})
-    assert [(f.rule, f.mask) for f in find_attentions(program)] == [CAUSAL]
+    assert [(f.rule, f.mask) for f in find_attentions(program)[1]] == [CAUSAL]
 
 
 def test_a_router_is_no_attention() -> None:

@@ -108,7 +108,8 @@ class Distance(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.linear(x) - y).square().mean()
+        distance: Tensor = (self.linear(x) - y).square().mean()
+        return distance
 
 
 def test_a_broken_input_is_named_by_its_first_reader() -> None:
