@@ -209,8 +209,7 @@ def check(cases: Sequence[Case], write: bool) -> None:
     rank = make_rank(torch.device("cpu"))
     rows, wrong = [], []
     notes = [
-        f"MB, and times the least. {CPU_SIZES}, bfloat16, dropout {DROPOUT}; the Triton kernels alone, without "
-        "torch's sums of their partial sums.",
+        f"MB, and times the least. {CPU_SIZES}, bfloat16, dropout {DROPOUT}; the Triton kernels alone.",
         "moved: each address loaded once, unless it was stored before, and stored once, as with a cache that keeps "
         f"what is read again. (!): over {EXCESS} times the least. asked: every load and store. Norms store a sum of "
         "the gradients of weight and bias for each program, which with so few rows is more than on a GPU.",

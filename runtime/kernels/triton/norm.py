@@ -83,7 +83,7 @@ def add_norm_backward(
         **dropout_arguments(key, moment, p, added), WEIGHT=wanted[2], OFFSET=wanted[3], BIAS=wanted[4] and not apart,
         WIDE=rows * width >= tiles.WIDE_FROM, **tile, enable_fp_fusion=False
     )  # fmt: skip
-    torch.sum(sums, 1, out=held)
+    tiles.add_partial(sums, held)
     if apart:
         torch.sum((of_x if key else of_sum).view(rows, width), 0, dtype=vectors.dtype, out=vectors[-1])
 

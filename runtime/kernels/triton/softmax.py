@@ -1,11 +1,13 @@
 """Scale, mask, softmax and keyed dropout in Triton, forward and backward.
 
 A program holds a tile of rows. Rows that fit are read once; wider ones twice, the second time from the cache. What
-a causal row may not see is not read, but for the rest of a 16-byte word.
+a causal row may not see is not read, but for the rest of a 16-byte word. To draw its mask takes longer than to read it:
+backward draws parts of a tile, as far as a row sees.
 """
 
 # Inside @triton.jit nothing but constants may be annotated.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code=assignment
 
 from __future__ import annotations
 
@@ -19,6 +21,9 @@ from torch import Tensor
 
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
 from autoptd.runtime.kernels.triton.tiles import divide_up, launch, lay_out, plan_rows
+
+PARTS = 4  # of a causal tile in backward
+PART_WARPS = 4  # so that a thread has 8 elements of a part: those of one Philox counter
 
 
 def scaled_softmax(
@@ -38,8 +43,8 @@ def scaled_softmax(
         view = view[None] if view.dim() == 2 else view
         sizes, strides = tuple(view.shape[:-2]), view.stride()
     _launch(
-        _normalize, scores, (key, moment, p), *lay_out(scores), view, weights, softmax if key else None, scale,
-        sizes, strides, ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
+        _normalize, scores, (key, moment, p), _plan(scores), *lay_out(scores), view, weights,
+        softmax if key else None, scale, sizes, strides, ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
     )  # fmt: skip
 
 
@@ -54,21 +59,37 @@ def scaled_softmax_backward(
     moment: Tensor | None,
     result: Tensor,
 ) -> None:
-    mask = key, moment, p
-    _launch(_differentiate, softmax, mask, *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal)
+    tile, parts = _plan(softmax), 1
+    if is_causal and tile["WHOLE"] and tile["COLUMNS"] >= 8 * PARTS:
+        parts = PARTS
+        tile.update(COLUMNS=tile["COLUMNS"] // PARTS, num_warps=PART_WARPS)
+    _launch(
+        _differentiate, softmax, (key, moment, p), tile, *lay_out(gradient, softmax), result, scale,
+        CAUSAL=is_causal, BLOCKS=parts
+    )  # fmt: skip
+
+
+def _plan(x: Tensor) -> dict[str, Any]:
+    """Return the constants of a kernel over the rows of `x`; WHOLE where a tile has whole rows."""
+    width = x.shape[-1]
+    tile = plan_rows(x.numel() // width, width)
+    return {**tile, "WHOLE": width <= tile["COLUMNS"]}
 
 
 def _launch(
-    kernel: Any, x: Tensor, dropout: tuple[Any, Any, float], *arguments: Any, **constants: Any
+    kernel: Any,
+    x: Tensor,
+    dropout: tuple[Any, Any, float],
+    tile: dict[str, Any],
+    *arguments: Any,
+    **constants: Any,
 ) -> None:
     """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys]."""
     length, width = x.shape[-2:]
     rows = x.numel() // width
-    tile = plan_rows(rows, width)
     launch(
         kernel, (divide_up(rows, tile["ROWS"]),), *arguments, rows, length, width,
-        **dropout_arguments(*dropout, x), **constants, **tile,
-        WHOLE=width <= tile["COLUMNS"], enable_fp_fusion=True
+        **dropout_arguments(*dropout, x), **constants, **tile, enable_fp_fusion=True
     )  # fmt: skip
 
 
@@ -129,30 +150,44 @@ def _normalize(
 @triton.jit
 def _differentiate(
     gradient, softmax, result, scale, rows, length, width, dropout,
-    CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, query, end, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)
+    level = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     if WHOLE:
-        share, slope = _undrop(
-            softmax, gradient, row, query, first, 0, rows, width, dropout, CAUSAL, ALIGNED, COLUMNS
-        )
-        away = slope - (tl.sum(share * slope, 1) / _total(tl.sum(share, 1)))[:, None]
-        _store(result, share * away * scale, first, 0, row, rows, width, COLUMNS)
+        shares, slopes, undropped = (), (), ()
+        for block in tl.static_range(BLOCKS):
+            share, slope = _read_pair(
+                softmax, gradient, row, query, first, block * COLUMNS, rows, width, CAUSAL, COLUMNS
+            )
+            shares += (share,)
+            slopes += (slope,)
+        for block in tl.static_range(BLOCKS):
+            slope = slopes[block]
+            if block * COLUMNS < end:
+                slope = drop(slope, first + block * COLUMNS, dropout, COLUMNS, ALIGNED)
+            undropped += (slope,)
+            total += shares[block]
+            level += shares[block] * slope
+        level = tl.sum(level, 1) / _total(tl.sum(total, 1))
+        for block in tl.static_range(BLOCKS):
+            value = shares[block] * (undropped[block] - level[:, None]) * scale
+            _store(result, value, first, block * COLUMNS, row, rows, width, COLUMNS)
     else:
-        level = tl.zeros([ROWS], tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
         for start in range(0, end, COLUMNS):
-            share, slope = _undrop(
-                softmax, gradient, row, query, first, start, rows, width, dropout, CAUSAL, ALIGNED, COLUMNS
+            share, slope = _read_pair(
+                softmax, gradient, row, query, first, start, rows, width, CAUSAL, COLUMNS
             )
-            total += tl.sum(share, 1)
-            level += tl.sum(share * slope, 1)
-        level /= _total(total)
+            total += share
+            level += share * drop(slope, first + start, dropout, COLUMNS, ALIGNED)
+        level = tl.sum(level, 1) / _total(tl.sum(total, 1))
         for start in range(0, end, COLUMNS):
-            share, slope = _undrop(
-                softmax, gradient, row, query, first, start, rows, width, dropout, CAUSAL, ALIGNED, COLUMNS
+            share, slope = _read_pair(
+                softmax, gradient, row, query, first, start, rows, width, CAUSAL, COLUMNS
             )
+            slope = drop(slope, first + start, dropout, COLUMNS, ALIGNED)
             _store(result, share * (slope - level[:, None]) * scale, first, start, row, rows, width, COLUMNS)
         if CAUSAL:
             for start in range(tl.cdiv(end, COLUMNS) * COLUMNS, width, COLUMNS):
@@ -231,12 +266,10 @@ def _total(shares):
 
 
 @triton.jit
-def _undrop(
-    softmax, gradient, row, query, first, start, rows, width, dropout,
-    CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr,
+def _read_pair(
+    softmax, gradient, row, query, first, start, rows, width, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Return the softmax in float32, and its gradient from that of its dropout."""
+    """Return the softmax in float32, and the gradient of its dropout."""
     column, inside, seen = _limit(row, query, start, rows, width, CAUSAL, COLUMNS)
     share = tl.load(softmax + first + column, inside, 0.0).to(tl.float32)
-    slope = tl.where(seen, tl.load(gradient + first + column, inside, 0.0).to(tl.float32), 0.0)
-    return share, drop(slope, first + start, dropout, COLUMNS, ALIGNED)
+    return share, tl.where(seen, tl.load(gradient + first + column, inside, 0.0).to(tl.float32), 0.0)

@@ -19,6 +19,7 @@ ROW_WIDEST = 4096  # columns of a tile of a kernel that reduces rows
 ROW_WARPS = 8  # of such a kernel
 WIDE_FROM = 1 << 30  # offsets are int64 from here on: a tile may reach past its tensor
 PROGRAMS = 1024  # enough to fill a large GPU, where a program sums over many rows
+PARTIAL_ROWS, PARTIAL_COLUMNS = 32, 64  # of a tile of their sums: few columns, for many programs
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -110,10 +111,18 @@ def launch_tiles(
     for result, filled in zip(results, written, strict=True):
         if filled is not result:
             result.copy_(filled)
-    if sums is not None and sums.dtype == torch.float32:
-        torch.sum(partial, 0, out=sums)
-    elif sums is not None:
-        sums.copy_(partial.sum(0))
+    if sums is not None:
+        add_partial(partial, sums)
+
+
+def add_partial(partial: Tensor, sums: Tensor) -> None:
+    """Fill `sums` [.., width] with the sums of `partial` [.., programs, width]: one launch for any dtype of theirs."""
+    programs, width = partial.shape[-2:]
+    launch(
+        _add_partial, (divide_up(width, PARTIAL_COLUMNS), partial.numel() // (programs * width)),
+        partial, sums, programs, width, ROWS=PARTIAL_ROWS, COLUMNS=PARTIAL_COLUMNS,
+        enable_fp_fusion=False
+    )  # fmt: skip
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -132,3 +141,14 @@ def locate_tile(number, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, 
     row = row + tl.arange(0, ROWS)[:, None]
     start = number % blocks * COLUMNS
     return row, start, (row < rows) & (start + tl.arange(0, COLUMNS) < width)
+
+
+@triton.jit
+def _add_partial(partial, sums, programs, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1).to(tl.int64) * programs
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(partial + (first + row) * width + column, (row < programs) & (column < width), 0.0)
+    tl.store(sums + tl.program_id(1) * width + column, tl.sum(total, 0), column < width)
