@@ -85,7 +85,7 @@ def find_lookups(program: Program) -> Iterator[Lookup]:
         ignored = argument(node, 4, "ignore_index", -100) if read_loss(node) else None
         if node.target in (kernels.embedding, kernels.cross_entropy):
             source, numbers, rows = args[1:4]
-        elif node.target in (aten.embedding.default, aten.cross_entropy_loss.default):
+        elif node.target in (aten.embedding.default, kernels.lookup, aten.cross_entropy_loss.default):
             source, numbers = args[:2]
             rows = shape_of(source)[0 if ignored is None else 1]
         else:

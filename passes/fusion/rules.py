@@ -36,7 +36,7 @@ from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import operator_word, rename_nodes
 from autoptd.passes.ir.node_info import change_info, describe, info
 from autoptd.passes.ir.nodes import operator_name, shape_of
-from autoptd.passes.ir.products import find_factors
+from autoptd.passes.ir.products import find_factors, read_product
 from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import OPERATORS
@@ -182,10 +182,22 @@ def _linear_gelu(node: fx.Node) -> Match | None:
 
 def _half_linear(node: fx.Node) -> Match | None:
     """Match a linear of a parameter in half precision, whose gradient a GPU adds to its sum in the product."""
-    weight: Any = node.args[1]
-    if weight.op != "get_attr" or weight.meta["val"].dtype not in HALF or node.kwargs:
+    product = read_product(node)
+    if product is None or node.kwargs or not _is_half_parameter(product.weight):
         return None
-    return Match(Call(kernels.linear, node.args, node))
+    if product.bias is not None and shape_of(product.bias) != shape_of(node)[-1:]:
+        return None
+    options = {"transposed": True} if product.transposed else {}
+    return Match(Call(kernels.linear, (product.x, *product.parameters), node, options))
+
+
+def _half_embedding(node: fx.Node) -> Match | None:
+    """Match a lookup in a table in half precision, to whose sum a GPU adds the gradients of rows."""
+    return Match(Call(kernels.lookup, node.args, node)) if _is_half_parameter(node.args[0]) else None
+
+
+def _is_half_parameter(node: Any) -> bool:
+    return node.op == "get_attr" and node.meta["val"].dtype in HALF and len(shape_of(node)) == 2
 
 
 def _bias_gelu(node: fx.Node) -> Match | None:
@@ -280,6 +292,7 @@ _ADDED_NORMS: Mapping[Any, Any] = {
     kernels.rms_norm: kernels.add_rms_norm,
 }
 
+_LINEAR = (aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default)
 _FUSED = [getattr(k, "default", k) for k, rules in OPERATORS.items() if Trait.FUSED_ATTENTION & rules.traits]
 RULES: Sequence[Rule] = (
     (ANALYTIC, match_activation),
@@ -297,6 +310,7 @@ RULES: Sequence[Rule] = (
     ((kernels.dropout,), _dropout_bias),
     (_ADDED_NORMS, _norm_before_reshape),
     (_ADDED_NORMS, _add_norm),
-    ((aten.linear.default,), _half_linear),
+    (_LINEAR, _half_linear),
+    ((aten.embedding.default,), _half_embedding),
 )
 _WHOLE_LOSS: Rule = ((aten.cross_entropy_loss.default,), matches.match_whole_loss)

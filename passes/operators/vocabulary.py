@@ -256,18 +256,14 @@ def _whole_loss_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node])
 
 
 _PADDED = Trait.PADDING_SAFE | Trait.KNOWS_SIZE
-_LOOKUP = OperatorRules(work=_embedding_work, backward=_embedding_backward)
+_LOOKUP = OperatorRules(placed=_embedding_placed, work=_embedding_work, backward=_embedding_backward)
 _LOSS = OperatorRules(axes=_class_loss_axes, order=_loss_order, copies=contiguous_copies)
 
 RULES: Mapping[Any, OperatorRules] = {
     aten.embedding: replace(
-        _LOOKUP,
-        axes=_embedding_axes,
-        local=_embedding_local,
-        placed=_embedding_placed,
-        order=_embedding_order,
-        traits=_PADDED,
+        _LOOKUP, axes=_embedding_axes, local=_embedding_local, order=_embedding_order, traits=_PADDED
     ),
+    kernels.lookup: _LOOKUP,
     kernels.embedding: replace(
         _LOOKUP, placed=_divided_placed(0, proof.PARTIAL, "aten.embedding"), traits=Trait.ANY_PLACEMENT
     ),

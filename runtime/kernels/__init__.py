@@ -17,7 +17,7 @@ from autoptd.runtime.kernels.linear import linear, split_linear
 from autoptd.runtime.kernels.masked_softmax import scaled_softmax
 from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from autoptd.runtime.kernels.rotary_position import rotary_embedding
-from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding
+from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, lookup
 
 __all__ = [
     "add_layer_norm",
@@ -32,6 +32,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_gelu",
+    "lookup",
     "rms_norm",
     "rotary_embedding",
     "scaled_softmax",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autoptd.runtime.kernels.linear import linear
 from autoptd.runtime.kernels.operands import check_operands, check_rows, sum_rows
 from autoptd.runtime.kernels.precision import promote, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
@@ -30,11 +32,8 @@ def linear_gelu(
     A kernel adds the bias together with the GELU; where there is none, the product adds it, which costs nothing. Raises
     ValueError on shapes that do not fit.
     """
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return functional.linear(x, weight.t() if transposed else weight, bias)
-
-    return activate_linear(linear, x, weight, bias, approximate, transposed)
+    product = partial(linear, transposed=transposed)
+    return activate_linear(product, x, weight, bias, approximate, transposed)
 
 
 def activate_linear(

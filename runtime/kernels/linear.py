@@ -13,17 +13,19 @@ from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
 
-SUM = "wide_sum"  # the attribute of a leaf that has the sum of its gradients, where products may add to it
+# The attribute of a leaf in half precision that is the float32 sum of its gradients, where operators may add to it.
+SUM = "wide_sum"
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute torch's ``linear`` of a parameter in half precision.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+    """Compute torch's ``linear`` of a parameter in half precision; `weight` is [out, in], [in, out] where `transposed`.
 
     Where the weight has a sum, the product adds its gradient there: in float32, as it was before it is rounded.
     """
+    product = Linear(transposed)
     if not hasattr(weight, SUM):
-        return functional.linear(x, weight, bias)
-    return multiply(None, Linear(transposed=False), x, [weight], [bias])[0]
+        return product.multiply(x, weight, bias)
+    return multiply(None, product, x, [weight], [bias])[0]
 
 
 def split_linear(
@@ -63,10 +65,10 @@ class Linear:
 
     def differentiate_weight(self, weight: Tensor, gradient: Tensor, x: Tensor) -> Tensor | None:
         """Return the gradient of the weight; None where the weight has a sum, to which it was added."""
-        left, right = (x, gradient) if self.transposed else (gradient, x)
+        left, right = map(_rows, (x, gradient) if self.transposed else (gradient, x))
         if (own := getattr(weight, SUM, None)) is None:
-            return _rows(left).t() @ _rows(right)
-        own.add_product(_rows(left).t(), _rows(right))
+            return left.t() @ right
+        add_product(own, left.t(), right)
         return None
 
     def differentiate_bias(self, gradient: Tensor) -> Tensor:
@@ -103,10 +105,14 @@ class SplitLinear:
         """Return pairs of matrices, one per section, whose products add up to the gradient of x's rows."""
         return list(zip(self._split(gradient), self._parts(weight).transpose(1, 2), strict=True))
 
-    def differentiate_weight(self, _: Tensor, gradient: Tensor, x: Tensor) -> Tensor:
-        """Return the gradient of the weight, laid out as the weight is, from that of the result."""
-        rows = _rows(x).expand(self.sections, -1, -1)
-        made = _multiply_each(self._split(gradient).transpose(1, 2), rows).view(-1, x.shape[-1])
+    def differentiate_weight(self, weight: Tensor, gradient: Tensor, x: Tensor) -> Tensor | None:
+        """Return the gradient of the weight, laid out as the weight is; None where it was added to the weight's sum."""
+        rows, parts = _rows(x), self._split(gradient)
+        if (own := getattr(weight, SUM, None)) is not None:
+            for part, columns in zip(self._parts(own), parts, strict=True):
+                add_product(part, rows.t(), columns)
+            return None
+        made = _multiply_each(parts.transpose(1, 2), rows.expand(self.sections, -1, -1)).view(-1, x.shape[-1])
         return made.t() if self.transposed else made
 
     def differentiate_bias(self, gradient: Tensor) -> Tensor:
@@ -121,6 +127,11 @@ class SplitLinear:
 
     def _split(self, gradient: Tensor) -> Tensor:
         return gradient.reshape(self.sections, -1, gradient.shape[-1])
+
+
+def add_product(own: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right``, of half precision, to `own` in float32."""
+    torch.addmm(own, left, right, out_dtype=torch.float32, out=own)
 
 
 def _multiply_each(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor:

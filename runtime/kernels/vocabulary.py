@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.kernels.linear import SUM
 from autoptd.runtime.kernels.precision import HALF, widen
 from autoptd.runtime.kernels.registration import define_operator, find_kernels, runs_plainly
 
@@ -32,7 +34,7 @@ def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_
     0 to V - 1 is torch's own IndexError on every rank. The row `padding_idx` (-1: none) gets no gradient.
     """
     if rank.group("tensor").size == 1:
-        return torch.embedding(weight, ids, padding_idx)
+        return lookup(weight, ids, padding_idx)
     rows = weight.shape[0]
     local = ids - rank.group("tensor").index * rows
     elsewhere = (local < 0) | (local >= rows)
@@ -40,7 +42,43 @@ def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_
     local = local.masked_fill(elsewhere, 0).masked_fill(illegal, rows)
     own_padding = padding_idx - rank.group("tensor").index * rows
     own_padding = own_padding if 0 <= own_padding < rows else -1
-    return torch.embedding(weight, local, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return lookup(weight, local, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def lookup(weight: Tensor, ids: Tensor, padding_idx: int = -1) -> Tensor:
+    """Compute torch's ``embedding`` of a table in half precision.
+
+    Where the table has a sum, the gradients of its rows are added there in float32, and no other row is read.
+    """
+    if not hasattr(weight, SUM):
+        return torch.embedding(weight, ids, padding_idx)
+    rows: Tensor = _Lookup.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+        ctx.sum, ctx.padding_idx = getattr(weight, SUM), padding_idx
+        ctx.save_for_backward(ids)
+        return torch.embedding(weight, ids, padding_idx)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """Add the rows of one id up at one of its places, then each place to the table.
+
+        There a row gets zeros but from one place, so the order in which a GPU adds changes no bit.
+        """
+        (ids,) = ctx.saved_tensors
+        ids, rows = ids.flatten().long(), gradient.flatten(0, -2).float()
+        if ctx.padding_idx >= 0:
+            rows = rows.masked_fill((ids == ctx.padding_idx)[:, None], 0)
+        count = torch.arange(len(ids), device=ids.device)
+        places = ids.new_empty(len(ctx.sum)).scatter_(0, ids, count)[ids]
+        summed = torch.ops.aten.embedding_dense_backward(rows, places, len(ids), -1, False)
+        ctx.sum.index_add_(0, ids, summed)
+        return None, None, None
 
 
 def cross_entropy(

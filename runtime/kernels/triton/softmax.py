@@ -1,8 +1,8 @@
 """Scale, mask, softmax and keyed dropout in Triton, forward and backward.
 
-A program holds a tile of rows. Rows that fit are read once; wider ones twice, the second time from the cache. What
-a causal row may not see is not read, but for the rest of a 16-byte word. To draw its mask takes longer than to read it:
-backward draws parts of a tile, as far as a row sees.
+A program holds a tile of rows. They are read once, but in forward those wider than a tile twice, the second time from
+the cache. What a causal row may not see is not read, but for the rest of a 16-byte word. To draw its mask takes longer
+than to read it: backward draws blocks of a row, as far as it sees.
 """
 
 # Inside @triton.jit nothing but constants may be annotated.
@@ -19,11 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import divide_up, launch, lay_out, plan_rows
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, plan_rows, round_up
 
-PARTS = 4  # of a causal tile in backward
-PART_WARPS = 4  # so that a thread has 8 elements of a part: those of one Philox counter
+BLOCKS = 4  # of a causal row in backward
+BLOCK_WARPS = 4  # so that a thread has 8 elements of a block: those of one Philox counter
 
 
 def scaled_softmax(
@@ -42,9 +43,12 @@ def scaled_softmax(
         view = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(scores.shape)
         view = view[None] if view.dim() == 2 else view
         sizes, strides = tuple(view.shape[:-2]), view.stride()
+    width = scores.shape[-1]
+    tile = plan_rows(scores.numel() // width, width)
     _launch(
-        _normalize, scores, (key, moment, p), _plan(scores), *lay_out(scores), view, weights,
-        softmax if key else None, scale, sizes, strides, ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
+        _normalize, scores, (key, moment, p), *lay_out(scores), view, weights, softmax if key else None, scale,
+        sizes, strides, ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal,
+        WHOLE=width <= tile["COLUMNS"], **tile
     )  # fmt: skip
 
 
@@ -59,37 +63,24 @@ def scaled_softmax_backward(
     moment: Tensor | None,
     result: Tensor,
 ) -> None:
-    tile, parts = _plan(softmax), 1
-    if is_causal and tile["WHOLE"] and tile["COLUMNS"] >= 8 * PARTS:
-        parts = PARTS
-        tile.update(COLUMNS=tile["COLUMNS"] // PARTS, num_warps=PART_WARPS)
+    width = round_up(softmax.shape[-1])
+    blocks, warps = (BLOCKS, BLOCK_WARPS) if is_causal and width >= 8 * BLOCKS else (1, ROW_WARPS)
     _launch(
-        _differentiate, softmax, (key, moment, p), tile, *lay_out(gradient, softmax), result, scale,
-        CAUSAL=is_causal, BLOCKS=parts
+        _differentiate, softmax, (key, moment, p), *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal,
+        WIDE=softmax.numel() >= tiles.WIDE_FROM, BLOCKS=blocks, ROWS=max(1, tiles.TILE // width),
+        COLUMNS=width // blocks, num_warps=min(32, max(warps, width // 1024))
     )  # fmt: skip
 
 
-def _plan(x: Tensor) -> dict[str, Any]:
-    """Return the constants of a kernel over the rows of `x`; WHOLE where a tile has whole rows."""
-    width = x.shape[-1]
-    tile = plan_rows(x.numel() // width, width)
-    return {**tile, "WHOLE": width <= tile["COLUMNS"]}
-
-
 def _launch(
-    kernel: Any,
-    x: Tensor,
-    dropout: tuple[Any, Any, float],
-    tile: dict[str, Any],
-    *arguments: Any,
-    **constants: Any,
+    kernel: Any, x: Tensor, dropout: tuple[Any, Any, float], *arguments: Any, **constants: Any
 ) -> None:
     """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys]."""
     length, width = x.shape[-2:]
     rows = x.numel() // width
     launch(
-        kernel, (divide_up(rows, tile["ROWS"]),), *arguments, rows, length, width,
-        **dropout_arguments(*dropout, x), **constants, **tile, enable_fp_fusion=True
+        kernel, (divide_up(rows, constants["ROWS"]),), *arguments, rows, length, width,
+        **dropout_arguments(*dropout, x), **constants, enable_fp_fusion=True
     )  # fmt: skip
 
 
@@ -149,49 +140,30 @@ def _normalize(
 
 @triton.jit
 def _differentiate(
-    gradient, softmax, result, scale, rows, length, width, dropout,
-    CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    gradient, softmax, result, scale, rows, length, width, dropout, CAUSAL: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, query, end, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)
+    shares, read, slopes = (), (), ()
+    for block in tl.static_range(BLOCKS):
+        column, inside, seen = _limit(row, query, block * COLUMNS, rows, width, CAUSAL, COLUMNS)
+        shares += (tl.load(softmax + first + column, inside, 0.0).to(tl.float32),)
+        read += (tl.where(seen, tl.load(gradient + first + column, inside, 0.0).to(tl.float32), 0.0),)
     level = tl.zeros([ROWS, COLUMNS], tl.float32)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if WHOLE:
-        shares, slopes, undropped = (), (), ()
-        for block in tl.static_range(BLOCKS):
-            share, slope = _read_pair(
-                softmax, gradient, row, query, first, block * COLUMNS, rows, width, CAUSAL, COLUMNS
-            )
-            shares += (share,)
-            slopes += (slope,)
-        for block in tl.static_range(BLOCKS):
-            slope = slopes[block]
-            if block * COLUMNS < end:
-                slope = drop(slope, first + block * COLUMNS, dropout, COLUMNS, ALIGNED)
-            undropped += (slope,)
-            total += shares[block]
-            level += shares[block] * slope
-        level = tl.sum(level, 1) / _total(tl.sum(total, 1))
-        for block in tl.static_range(BLOCKS):
-            value = shares[block] * (undropped[block] - level[:, None]) * scale
-            _store(result, value, first, block * COLUMNS, row, rows, width, COLUMNS)
-    else:
-        for start in range(0, end, COLUMNS):
-            share, slope = _read_pair(
-                softmax, gradient, row, query, first, start, rows, width, CAUSAL, COLUMNS
-            )
-            total += share
-            level += share * drop(slope, first + start, dropout, COLUMNS, ALIGNED)
-        level = tl.sum(level, 1) / _total(tl.sum(total, 1))
-        for start in range(0, end, COLUMNS):
-            share, slope = _read_pair(
-                softmax, gradient, row, query, first, start, rows, width, CAUSAL, COLUMNS
-            )
-            slope = drop(slope, first + start, dropout, COLUMNS, ALIGNED)
-            _store(result, share * (slope - level[:, None]) * scale, first, start, row, rows, width, COLUMNS)
-        if CAUSAL:
-            for start in range(tl.cdiv(end, COLUMNS) * COLUMNS, width, COLUMNS):
-                _store(result, 0.0, first, start, row, rows, width, COLUMNS)
+    for block in tl.static_range(BLOCKS):
+        slope = read[block]
+        if block * COLUMNS < end:
+            slope = drop(slope, first + block * COLUMNS, dropout, COLUMNS, ALIGNED)
+        slopes += (slope,)
+        total += shares[block]
+        level += shares[block] * slope
+    # The rounded softmax of a row sums to nearly 1, and to 0 where the row sees nothing.
+    total = tl.sum(total, 1)
+    level = (tl.sum(level, 1) / tl.where(total == 0.0, 1.0, total))[:, None]
+    for block in tl.static_range(BLOCKS):
+        value = shares[block] * (slopes[block] - level) * scale
+        _store(result, value, first, block * COLUMNS, row, rows, width, COLUMNS)
 
 
 @triton.jit
@@ -257,19 +229,3 @@ def _write(
 def _store(result, value, first, start, row, rows, width, COLUMNS: tl.constexpr):
     column = start + tl.arange(0, COLUMNS)[None, :]
     tl.store(result + first + column, value, (row < rows)[:, None] & (column < width))
-
-
-@triton.jit
-def _total(shares):
-    """Return the sum of the rounded softmax of a row: nearly 1, and 0 where the row sees nothing."""
-    return tl.where(shares == 0.0, 1.0, shares)
-
-
-@triton.jit
-def _read_pair(
-    softmax, gradient, row, query, first, start, rows, width, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Return the softmax in float32, and the gradient of its dropout."""
-    column, inside, seen = _limit(row, query, start, rows, width, CAUSAL, COLUMNS)
-    share = tl.load(softmax + first + column, inside, 0.0).to(tl.float32)
-    return share, tl.where(seen, tl.load(gradient + first + column, inside, 0.0).to(tl.float32), 0.0)

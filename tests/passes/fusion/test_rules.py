@@ -18,6 +18,7 @@ from autoptd.passes.cost.work import forward_work
 from autoptd.passes.fusion import rules
 from autoptd.passes.fusion.patterns import Call, Match, is_call
 from autoptd.passes.fusion.rules import fuse_operators
+from autoptd.passes.ir.names import operator_word
 from autoptd.passes.ir.node_info import change_info, info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators.table import OPERATORS
@@ -349,6 +350,33 @@ def test_half_precision_statistics_keep_their_dtype() -> None:
         program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
         found = [n for n in program.stages[0].graph.nodes if n.target is kernels.rms_norm]
         assert len(found) == expected
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_parameters_in_half_precision_are_read_by_what_adds_to_their_sums(tensor: int) -> None:
+    """Transposed weights as well, and the table of positions, which every tensor rank has whole."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(10, 8), nn.Embedding(4, 8)
+            self.weight, self.bias = nn.Parameter(torch.rand(8, 8)), nn.Parameter(torch.rand(8))
+
+        def forward(self, idx: Tensor) -> Tensor:
+            x = self.tokens(idx) + self.positions(torch.arange(4))
+            x = torch.addmm(self.bias, x.view(-1, 8), self.weight)
+            return ((x @ self.weight) @ self.tokens.weight.t()).float().square().mean()
+
+    torch.manual_seed(0)
+    inputs = {"idx": torch.randint(0, 10, (2, 4))}
+    for dtype, wanted in ((torch.bfloat16, True), (torch.float32, False)):
+        program = autoptd.compile(
+            Model().to(dtype), mesh=(tensor, 1, 1), example_inputs=inputs, num_microbatches=1
+        )
+        found = {operator_word(n.target) for n in program.stages[0].graph.nodes if n.op == "call_function"}
+        assert ("lookup" in found) == wanted
+        assert not wanted or not {"addmm", "mm", "matmul"} & found, found
+        assert program.verify().passed
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

@@ -1,6 +1,9 @@
-"""Gradients of half-precision weights, added to their float32 sums by the products that make them."""
+"""Gradients of half-precision weights, added to their float32 sums by the operators that make them."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,17 +12,16 @@ from torch.nn import functional
 
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.optimizer import gradient_sums
-from autoptd.runtime.optimizer.gradient_sums import WideSum
+from autoptd.runtime.kernels.linear import SUM, Linear
 from autoptd.runtime.program.mesh import Mesh
 
 RANK = Rank.local(Mesh(1, 1, 1))
+BIAS = torch.linspace(-1, 1, 24)
 
 
-def add_plainly(self: WideSum, left: Tensor, right: Tensor) -> None:
+def add_plainly(own: Tensor, left: Tensor, right: Tensor) -> None:
     """What the product means, which a CPU has no operator for."""
-    product = left.float() @ right.float()
-    self.sum = product if self.sum is None else self.sum + product
+    own += left.float() @ right.float()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -27,60 +29,132 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if request.param == "cpu":
-        monkeypatch.setattr(gradient_sums, "product_devices", {"cpu"})
-        monkeypatch.setattr(WideSum, "add_product", add_plainly)
+        monkeypatch.setattr(sys.modules[Linear.__module__], "add_product", add_plainly)
     return str(request.param)
 
 
-def sum_gradients(way: str, xs: list[Tensor], weight: Tensor, sums: bool) -> tuple[Tensor, list[Tensor]]:
+def bias_of(x: Tensor) -> Tensor:
+    return BIAS.to(x)
+
+
+# Each with a weight [out, in] = [24, 16], or [in, out]: ours, whose product adds to the sum, and torch's.
+WAYS: dict[str, tuple[Callable[..., Tensor], bool]] = {
+    "linear": (lambda x, w: kernels.linear(x, w), False),
+    "linear, transposed": (lambda x, w: kernels.linear(x, w, bias_of(x), transposed=True), True),
+    "copied": (lambda x, w: collectives.copied_linear(RANK, x, w), False),
+    "copied, transposed": (lambda x, w: collectives.copied_linear(RANK, x, w, transposed=True), True),
+    "gelu": (lambda x, w: kernels.linear_gelu(x, w, bias_of(x)), False),
+    "gelu, transposed": (lambda x, w: kernels.linear_gelu(x, w, bias_of(x), transposed=True), True),
+    "split": (lambda x, w: kernels.split_linear(x, w, None, 3), False),
+    "split, transposed": (lambda x, w: kernels.split_linear(x, w, bias_of(x), 3, transposed=True), True),
+    "copied split": (lambda x, w: collectives.copied_split_linear(RANK, x, w, None, 3), False),
+}
+
+
+def sum_gradients(
+    call: Callable[..., Tensor], xs: list[Tensor], weight: Tensor, sums: bool
+) -> tuple[Tensor, list[Tensor]]:
     """The sum of the weight's gradients over the microbatches `xs`, and the gradients of these."""
     leaf = weight.detach().requires_grad_()
-    own = WideSum(leaf) if sums else None
+    own = torch.zeros_like(leaf, dtype=torch.float32)
+    if sums:
+        setattr(leaf, SUM, own)
     of_x = []
     for x in xs:
-        x = x.detach().requires_grad_()
-        if way == "linear":
-            y = kernels.linear(x, leaf)
-        elif way == "copied":
-            y = collectives.copied_linear(RANK, x, leaf)
-        elif way == "copied, transposed":
-            y = collectives.copied_linear(RANK, x, leaf, transposed=True)
-        else:
-            y = functional.linear(x, leaf)
-        y.float().square().sum().backward()
-        assert x.grad is not None
-        of_x.append(x.grad)
-    found = leaf.grad if own is None else own.sum
-    assert found is not None
-    assert own is None or leaf.grad is None
-    return found, of_x
+        if x.is_floating_point():
+            x = x.detach().requires_grad_()
+        y = call(x, leaf)
+        slopes = torch.linspace(0.5, 2, y.numel(), device=y.device).sin().view(y.shape)
+        y.backward(slopes.bfloat16().to(y.dtype))  # the same of every dtype
+        of_x += [] if x.grad is None else [x.grad]
+    assert sums == (leaf.grad is None)
+    return own if leaf.grad is None else leaf.grad, of_x
 
 
-@pytest.mark.parametrize("way", ["linear", "copied", "copied, transposed"])
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_sum_in_the_product_is_not_rounded_in_between(device: str, way: str, dtype: torch.dtype) -> None:
+    call, transposed = WAYS[way]
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(24, 16, generator=generator).mul_(0.1).to(device, dtype)
-    weight = weight.t().contiguous() if way.endswith("transposed") else weight
+    weight = weight.t().contiguous() if transposed else weight
     xs = [torch.randn(4, 8, 16, generator=generator).to(device, dtype) for _ in range(4)]
-    exact = torch.zeros(weight.shape, dtype=torch.float64, device=device)
-    for x in xs:
-        rows = x.reshape(-1, 16)
-        y = functional.linear(x, weight.t() if way.endswith("transposed") else weight)
-        gradient = (2 * y.float()).to(dtype).reshape(-1, 24)
-        left, right = (rows, gradient) if way.endswith("transposed") else (gradient, rows)
-        exact += left.double().t() @ right.double()
-    found, of_x = sum_gradients(way, xs, weight, sums=True)
+    found, of_x = sum_gradients(call, xs, weight, sums=True)
+    rounded, same = sum_gradients(call, xs, weight, sums=False)
+    for one, other in zip(of_x, same, strict=True):
+        torch.testing.assert_close(one, other, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    exact, _ = sum_gradients(call, [x.double() for x in xs], weight.double(), sums=False)
+    if "gelu" in way:  # whose own gradient is rounded before it comes to the product
+        assert error(found, exact) < error(rounded, exact)
+        return
     assert found.dtype == torch.float32
-    error = float((found.double() - exact).norm() / exact.norm())
-    assert error < 5e-6
-    if way == "linear":  # rounded to half precision before each addition, as it was
-        rounded, same = sum_gradients("torch", xs, weight, sums=False)
-        assert float((rounded.double() - exact).norm() / exact.norm()) > 20 * error
-        for one, other in zip(of_x, same, strict=True):
-            torch.testing.assert_close(one, other, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    assert error(found, exact) < 1e-5
+    assert error(rounded, exact) > 20 * error(found, exact)
 
 
-def test_without_a_sum_it_is_torchs_linear() -> None:
+def look_up(rank: Rank, rows: int, padding_idx: int) -> Callable[..., Tensor]:
+    return lambda ids, table: kernels.embedding(rank, table, ids, rows, padding_idx)
+
+
+@pytest.mark.parametrize("padding_idx", [-1, 2])
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_an_embedding_are_added_in_float32(
+    device: str, padding_idx: int, divided: bool, dtype: torch.dtype
+) -> None:
+    """More of them than 3072, from which on torch takes another kernel on a GPU, and one row very often."""
+    mesh = Mesh(2 if divided else 1, 1, 1)
+    call = look_up(Rank.local(mesh), 200 if divided else 100, padding_idx)
+    table = torch.randn(100, 16).to(device, dtype)
+    xs = [torch.randint(200 if divided else 100, (2, 2000), device=device) for _ in range(4)]
+    for x in xs:
+        x[0, :1500] = 7
+    xs.append(torch.tensor([[5, 3, 5, 2]], device=device, dtype=torch.int32))
+    found, _ = sum_gradients(call, xs, table, sums=True)
+    rounded, _ = sum_gradients(call, xs, table, sums=False)
+    exact, _ = sum_gradients(call, xs, table.double(), sums=False)
+    assert error(found, exact) < 1e-5
+    assert error(rounded, exact) > 20 * error(found, exact)
+    assert padding_idx < 0 or not found[padding_idx].any()
+    for _ in range(5):
+        again, _ = sum_gradients(call, xs, table, sums=True)
+        assert torch.equal(again, found)
+
+
+def test_without_a_sum_they_are_torchs() -> None:
     x, weight, bias = torch.randn(3, 16), torch.randn(24, 16, requires_grad=True), torch.randn(24)
     assert torch.equal(kernels.linear(x, weight, bias), functional.linear(x, weight, bias))
+    matrix = weight.detach().t().contiguous()
+    assert torch.equal(kernels.linear(x, matrix, bias, transposed=True), torch.addmm(bias, x, matrix))
+    ids = torch.tensor([3, 5])
+    assert torch.equal(kernels.lookup(weight, ids), functional.embedding(ids, weight))
+
+
+@pytest.mark.gpu
+def test_what_adds_to_a_sum_is_captured(card: str) -> None:
+    leaf = torch.randn(96, 64, device=card).bfloat16().requires_grad_()
+    setattr(leaf, SUM, torch.zeros_like(leaf, dtype=torch.float32))
+    x = torch.randn(32, 64, device=card, dtype=torch.bfloat16)
+    ids = torch.randint(96, (4000,), device=card)
+
+    def step() -> None:
+        made = kernels.linear(x, leaf).sum(), kernels.split_linear(x, leaf, None, 3).sum()
+        torch.autograd.backward([*made, kernels.lookup(leaf, ids).sum()])
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    own = getattr(leaf, SUM)
+    once = own.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    own.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(own, once)
