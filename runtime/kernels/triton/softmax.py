@@ -7,7 +7,7 @@ than to read it: backward draws blocks of a row, as far as it sees.
 
 # Inside @triton.jit nothing but constants may be annotated.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code=assignment
+# mypy: disable-error-code="assignment, var-annotated"
 
 from __future__ import annotations
 
