@@ -11,36 +11,39 @@ from torch.autograd.graph import get_gradient_edge
 
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.kernels.scaling import scale_rows
-from autoptd.runtime.optimizer.gradient_sums import Summed
+from autoptd.runtime.optimizer.gradient_sums import Row, read_gradients
 
 
 class Handover:
     """The way of gradients to the parameters: a node of autograd's graph, which all calls have in common.
 
     So a call costs nothing for each of the `leaves`, which get gradients, nor of the parameters in shards, which get
-    none. `keys` are those of the leaves. Steps are attached to `link`, and leave their gradients in `waiting`, with the
-    number of the backward: one that breaks off in between leaves them for nobody.
+    none. Steps are attached to `link`, and leave their gradients in `waiting`, with the number of the backward, so that
+    one that breaks off in between leaves them to no other.
     """
 
     def __init__(
         self, leaves: Mapping[str | int, Tensor], sharded: Iterable[Tensor], device: torch.device
     ) -> None:
-        self.keys = tuple(leaves)
         self.sharded = tuple(sharded)
-        self.waiting: list[tuple[int, Summed]] = []
+        self.waiting: list[tuple[int, list[Row]]] = []
         # Makes the loss differentiable on a rank without parameters too.
         anchor = torch.zeros((), device=device, requires_grad=True)
         stepped = *leaves.values(), *self.sharded
-        self.link: Tensor = _HandOver.apply(self.waiting, len(leaves), anchor, *stepped)  # type: ignore[no-untyped-call]
+        self.link: Tensor = _HandOver.apply(self.waiting, tuple(leaves), anchor, *stepped)  # type: ignore[no-untyped-call]
 
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, waiting: list[tuple[int, Summed]], count: int, anchor: Tensor, *stepped: Tensor
+        ctx: Any,
+        waiting: list[tuple[int, list[Row]]],
+        keys: tuple[str | int, ...],
+        anchor: Tensor,
+        *stepped: Tensor,
     ) -> Tensor:
-        ctx.waiting = waiting
-        ctx.without = (None,) * (len(stepped) - count)
+        ctx.waiting, ctx.keys = waiting, keys
+        ctx.without = (None,) * (len(stepped) - len(keys))
         return anchor.clone()
 
     @staticmethod
@@ -48,7 +51,7 @@ class _HandOver(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the steps of this backward, added up."""
         now = torch._C._current_graph_task_id()
-        total, *others = (list(summed.gradients) for number, summed in ctx.waiting if number == now)
+        total, *others = (read_gradients(rows, ctx.keys) for number, rows in ctx.waiting if number == now)
         ctx.waiting.clear()
         for other in others:
             total = [
@@ -63,7 +66,7 @@ class Step(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        run: Callable[[], tuple[Tensor, Summed]],
+        run: Callable[[], tuple[Tensor, list[Row]]],
         note_scale: Callable[[Tensor], None] | None,
         handover: Handover,
         link: Tensor,
@@ -94,7 +97,7 @@ class Step(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         if ctx.note_scale is not None:
             ctx.note_scale(scale)
-        scale_rows(kept.rows, scale)
+        scale_rows([row for row, _, _ in kept], scale)
         ctx.handover.waiting.append((torch._C._current_graph_task_id(), kept))
         return None, None, None, scale
 

@@ -24,7 +24,7 @@ from autoptd.runtime.guards.step_agreement import Batch, compare_ranks, compare_
 from autoptd.runtime.guards.weight_agreement import Copies, StepLog
 from autoptd.runtime.module.bound_weights import BoundWeights
 from autoptd.runtime.optimizer.gradient_buckets import DTYPES, share_loss
-from autoptd.runtime.optimizer.gradient_sums import Summed
+from autoptd.runtime.optimizer.gradient_sums import Row
 from autoptd.runtime.optimizer.loss_scale import LossScale
 from autoptd.runtime.user_warnings import warn_caller
 
@@ -78,7 +78,7 @@ class StepRunner:
         self._rank.randomness.training = module.training
         if torch.is_grad_enabled():
             handover = self.weights.find_handover()
-            run = partial(self._train, number, batch, handover.keys)
+            run = partial(self._train, number, batch)
             note_scale = None if self._manifest.mesh.size == 1 else self.steps.scale
             loss: Tensor = Step.apply(run, note_scale, handover, handover.link)  # type: ignore[no-untyped-call]
         else:
@@ -97,10 +97,10 @@ class StepRunner:
             loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
         return self._build_output(loss)
 
-    def _train(self, number: int, batch: Batch, keys: Sequence[str | int]) -> tuple[Tensor, Summed]:
+    def _train(self, number: int, batch: Batch) -> tuple[Tensor, list[Row]]:
         with self._connection.position.call(training=True):
             loss = self._run(number, batch, gradients=True)
-        return loss, self.weights.sums.take(keys)
+        return loss, self.weights.sums.take()
 
     def _run(self, number: int, batch: Batch, gradients: bool) -> Tensor:
         """Run the step of the shape of this `number`; return its loss, and leave `gradients` in the sums."""

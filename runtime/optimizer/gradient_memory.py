@@ -65,11 +65,14 @@ class Bucket:
             for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
 
-    def lend(self, names: Iterable[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the row, and the gradients of `names` in it, for the parameters: copies, if any was kept before."""
-        row = self.flat.clone() if self._was_kept else self.flat.data
-        views = self._view(row) if self._was_kept else self.views
-        return row, {name: views[name].data for name in names}
+    def lend(self) -> Tensor:
+        """Return the row for the parameters' gradients: a copy, if any was kept before."""
+        return self.flat.clone() if self._was_kept else self.flat.data
+
+    def read(self, row: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the gradients of `names` in a `row` that was lent."""
+        views = self.views if row.data_ptr() == self.flat.data_ptr() else self._view(row)
+        return {name: views[name].data for name in names}
 
     def renew(self) -> bool:
         """Take other memory where other tensors are kept in this one; return whether there are."""

@@ -36,11 +36,23 @@ def list_complete(
     return found
 
 
-class Summed(NamedTuple):
-    """A step's gradients, None where none has come, and the `rows` of memory in which they lie."""
+class Row(NamedTuple):
+    """Finished sums in a row of memory: of the parameters `names` of its `bucket`, or of a part of a shard."""
 
-    gradients: Sequence[Tensor | None]
-    rows: Sequence[Tensor]
+    row: Tensor
+    bucket: Bucket
+    names: Sequence[str]
+
+
+def read_gradients(rows: Iterable[Row], keys: Iterable[str | int]) -> list[Tensor | None]:
+    """Return the gradients in `rows` of parameters, by name, and of shards, by their position; None where none came."""
+    found: dict[str | int, Tensor] = {}
+    for row, bucket, names in rows:
+        if bucket.shard is None:
+            found.update(bucket.read(row, names).items())
+        else:
+            found[bucket.shard] = row
+    return list(map(found.get, keys))
 
 
 class GradientSums:
@@ -84,7 +96,7 @@ class GradientSums:
         self._begin: Any = None
         self._posted: list[tuple[Posted[list[Tensor]], Bucket, list[str], Group | None]] = []
         self._sent: set[Bucket] = set()
-        self.clear()
+        self._finished: list[Row] = []
 
     def attach(
         self, by_stage: Mapping[int, Mapping[str, Tensor]], trained: frozenset[str] | None
@@ -145,24 +157,23 @@ class GradientSums:
                 sums[0].div_(self._data.size)
             if others is not None:
                 sum_over(others, sums)
-            self._hand_out(bucket, names, sums[0])
+            if bucket.shard is not None:
+                self._finished.append(Row(sums[0], bucket, ()))
+                continue
+            if sums[0].data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(sums[0])
+            self._finished.append(Row(bucket.lend(), bucket, names))
         self._leaves.arrived = self._arrived
         self._measured.add("data", self._begin)
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's finished sums, in rows."""
-        return self._rows
+        return [row for row, _, _ in self._finished]
 
-    def clear(self) -> None:
-        """Leave this step's gradients out."""
-        self._summed: dict[str | int, Tensor] = {}
-        self._rows: list[Tensor] = []
-
-    def take(self, keys: Sequence[str | int]) -> Summed:
-        """Hand over the gradients of parameters, by name, and of shards, by their position."""
-        summed = Summed(list(map(self._summed.get, keys)), self._rows)
-        self.clear()
-        return summed
+    def take(self) -> list[Row]:
+        """Hand over the finished sums."""
+        finished, self._finished = self._finished, []
+        return finished
 
     def _read_versions(self, bucket: Bucket) -> dict[str, list[int]]:
         return {name: [x._version for x in sums] for name, sums in self._memory.sums(bucket).items()}
@@ -208,15 +219,3 @@ class GradientSums:
         for rows, summed in zip(partial, sums, strict=True):
             if summed is not rows:
                 rows.copy_(summed)
-
-    def _hand_out(self, bucket: Bucket, names: Sequence[str], summed: Tensor) -> None:
-        """Keep the gradients of `names`, which have come in `bucket`, for `take`."""
-        if bucket.shard is not None:
-            self._rows.append(summed)
-            self._summed[bucket.shard] = summed
-            return
-        if summed.data_ptr() != bucket.flat.data_ptr():
-            bucket.flat.copy_(summed)
-        row, gradients = bucket.lend(names)
-        self._rows.append(row)
-        self._summed.update(gradients)

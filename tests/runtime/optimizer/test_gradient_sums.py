@@ -12,7 +12,7 @@ from torch import Tensor
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.groups import LocalGroup, Running
 from autoptd.runtime.comm.timings import Measured, Stopwatch
-from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
+from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete, read_gradients
 from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import REPLICATED, Parameter, Placement, Segment, Shard
@@ -45,7 +45,7 @@ def sum_gradients(
         (leaf * gradients[name]).sum().backward()
     sums.end_stage(here)
     sums.finish()
-    found = sums.take([0] if shards else list(gradients)).gradients
+    found = read_gradients(sums.take(), [0] if shards else list(gradients))
     return {name: g for name, g in zip(gradients, found, strict=True) if g is not None}
 
 
@@ -146,7 +146,7 @@ def test_half_precision_is_summed_in_float32() -> None:
         leaf.sum().backward()
     sums.end_stage(0)
     sums.finish()
-    (found,) = sums.take(["weight"]).gradients
+    (found,) = read_gradients(sums.take(), ["weight"])
     assert found is not None
     assert found.dtype is torch.float32
     assert found.item() == 257
