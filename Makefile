@@ -22,6 +22,9 @@ DEMO_ARGUMENTS ?=
 demo: $(ENVIRONMENT)
 	$(PYTHON) -m samples.demo $(DEMO_ARGUMENTS)
 
+# Whatever the environment says of bytecode: tests start dozens of processes, each of which would compile our modules.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(ENVIRONMENT)
 	$(PYTHON) -m pytest -q -n auto --dist worksteal -m "not slow" $(TESTS)
 

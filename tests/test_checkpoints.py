@@ -107,9 +107,8 @@ def test_an_asynchronous_save_is_of_its_moment(tmp_path: Path, monkeypatch: pyte
 
 def test_an_unfinished_save_is_finished_at_exit(tmp_path: Path) -> None:
     code = (
-        "import sys, torch, autoptd\nfrom tests.plain_models import PLAIN, LENGTH\n"
-        "x = torch.zeros(1, LENGTH, dtype=torch.long)\n"
-        "program = autoptd.compile(PLAIN['nanogpt'](), (1, 1, 1), example_inputs={'idx': x, 'targets': x})\n"
+        "import sys, autoptd\nfrom samples.gpt import GPT, GPTConfig\n"
+        "program = autoptd.compile(GPT(GPTConfig(32, 8, 2, 2, 16)), (1, 1, 1))\n"
         "program.bind().save_checkpoint(sys.argv[1], asynchronous=True)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], check=True)

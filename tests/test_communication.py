@@ -28,6 +28,7 @@ from autoptd.runtime.comm.transfer import is_scattered
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
 from tests.generated_models import ModelConfig, make_batch, make_model
+from tests.marks import slow
 from tests.parity import Batch, loss_of, split_batch
 from tests.ranks import run_ranks
 
@@ -134,14 +135,20 @@ def test_a_layer_has_two_all_reduces_forward_and_two_backward(mesh: tuple[int, i
         assert kinds <= {"all_reduce", "all_gather"}
 
 
-@pytest.mark.parametrize("scatter_gather", [True, False])
+SENDING: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
+    ((2, 2, 1), {"num_microbatches": 4, "num_model_chunks": 2}),
+    ((4, 2, 1), {"num_microbatches": 3, "schedule": "1f1b"}),
+    ((2, 4, 1), {"num_microbatches": 4, "num_model_chunks": 1}),
+    ((2, 2, 2), {"num_microbatches": 2, "num_model_chunks": 2, "schedule": "gpipe"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("mesh", "options"),
+    ("mesh", "options", "scatter_gather"),
     [
-        ((2, 2, 1), {"num_microbatches": 4, "num_model_chunks": 2}),
-        ((4, 2, 1), {"num_microbatches": 3, "schedule": "1f1b"}),
-        ((2, 4, 1), {"num_microbatches": 4, "num_model_chunks": 1}),
-        ((2, 2, 2), {"num_microbatches": 2, "num_model_chunks": 2, "schedule": "gpipe"}),
+        *((*case, True) for case in SENDING),
+        *((*case, False) for case in SENDING[:2]),
+        *(slow(*case, False) for case in SENDING[2:]),
     ],
     ids=str,
 )
