@@ -36,8 +36,8 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.weights.file_tensor import Weights
 from autoptd.runtime.weights.slices import check_proved
-from autoptd.runtime.weights.stored_tensor import Weights
 from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.symbolic_cost import Cost
 from autoptd.text.folder import program_hash, save_folder

@@ -23,7 +23,7 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.health.malloc import M_MMAP_THRESHOLD
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.program_text import read_program
-from autoptd.runtime.weights import stored_tensor
+from autoptd.runtime.weights import file_tensor
 from autoptd.runtime.weights.pretrained import INDEX, WHOLE, read_size
 from autoptd.runtime.weights.slices import take_slices
 from autoptd.text.reader import program_filename
@@ -228,7 +228,7 @@ def count_elements(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             counts[name] += found.numel()
             return found
 
-    monkeypatch.setattr(stored_tensor, "safe_open", Reader)
+    monkeypatch.setattr(file_tensor, "safe_open", Reader)
     return counts
 
 
@@ -237,7 +237,7 @@ def test_a_rank_reads_what_it_keeps_and_nothing_else(
     name: str, tmp_path: Path, count_elements: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads, packed projections, columns, and a vocabulary of 61 that two ranks share."""
-    monkeypatch.setattr(stored_tensor, "BLOCK", 100)  # several blocks a tensor
+    monkeypatch.setattr(file_tensor, "BLOCK", 100)  # several blocks a tensor
     model = randomize(HUGGING_FACE[name]())
     save_plain(name, model, tmp_path / "folder")
     program = compile_tiny(name, model)

@@ -69,7 +69,8 @@ def emit_texts(
         functions.append(_write_constants([program.stages[index] for index in indices]))
         body = [line for function in functions if function for line in ["", "", *function]]
         lead = [*_first_lines(mesh, rank, title), *log, *(line for i in indices for line in totals[i])]
-        lines = _docstring([*lead, *_wrap(ADVICE)])
+        lead = [line.replace("\\", "\\\\").replace('"', "'").rstrip() for line in [*lead, *_wrap(ADVICE)]]
+        lines = [f'"""{lead[0]}', *lead[1:], '"""', ""]
         lines += ["import torch", ""] if any("torch." in line for line in body) else []
         lines.append("from autoptd.runtime import aten, collectives, kernels")
         if any(recomputed_groups(program.stages[index].graph) for index in indices):
@@ -85,11 +86,6 @@ def _first_lines(mesh: Mesh, rank: int, title: str) -> list[str]:
     right = f"{title}, {mesh}" if title else str(mesh)
     fits = len(left) + len(right) + 6 <= WIDTH
     return [left + right.rjust(WIDTH - 3 - len(left))] if fits else [left, right]
-
-
-def _docstring(lines: Sequence[str]) -> list[str]:
-    escaped = [line.replace("\\", "\\\\").replace('"', "'").rstrip() for line in lines]
-    return [f'"""{escaped[0]}', *escaped[1:], '"""', ""]
 
 
 def _wrap(text: str, inner: str = "") -> list[str]:

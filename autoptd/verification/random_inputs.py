@@ -12,8 +12,8 @@ from autoptd.loss import find_lookups, find_sources
 from autoptd.passes.ir.program import Program
 from autoptd.runtime.program.manifest import Input, Manifest
 from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.weights.file_tensor import read_whole
 from autoptd.runtime.weights.slices import all_names, find_name, has_values
-from autoptd.runtime.weights.stored_tensor import read_whole
 from autoptd.verification.float64 import promote
 from autoptd.weights.sources import read_weights
 

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from autoptd.runtime.weights.file_tensor import DTYPES, FileTensor
 from autoptd.runtime.weights.pretrained import INDEX, SHARD, WHOLE
-from autoptd.runtime.weights.stored_tensor import DTYPES, StoredTensor
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):
@@ -25,7 +25,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
 
     def __init__(self, path: str | Path, rename: Callable[[str], str] | None = None) -> None:
         path = Path(path)
-        self.stored: dict[str, StoredTensor] = {}
+        self.stored: dict[str, FileTensor] = {}
         index = _read_index(path)
         for file in _list_files(path, index):
             for tensor in _read_tensors(file):
@@ -102,13 +102,13 @@ def _list_files(path: Path, index: dict[str, str] | None) -> list[Path]:
     return files
 
 
-def _read_tensors(file: Path) -> list[StoredTensor]:
+def _read_tensors(file: Path) -> list[FileTensor]:
     """Return the tensors of a file; one of a dtype that torch may lack as uint8."""
     try:
         with safe_open(file, framework="pt") as reader:
             rows: dict[str, Any] = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
             return [
-                StoredTensor(file, name, tuple(x.get_shape()), DTYPES.get(x.get_dtype(), torch.uint8))
+                FileTensor(file, name, tuple(x.get_shape()), DTYPES.get(x.get_dtype(), torch.uint8))
                 for name, x in rows.items()
             ]
     except (SafetensorError, OSError) as error:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.user_warnings import warn_caller
+from autoptd.runtime.weights.file_tensor import FileTensor, Weights
 from autoptd.runtime.weights.slices import all_names, check_tied, find_name, has_values
-from autoptd.runtime.weights.stored_tensor import StoredTensor, Weights
 from autoptd.weights.safetensors_folder import SafetensorsFolder
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -26,7 +26,7 @@ WAYS_OUT = (
 
 def read_weights(
     weights: nn.Module | Mapping[str, Tensor] | str | Path | None, others: Weights
-) -> dict[str, Tensor | StoredTensor]:
+) -> dict[str, Tensor | FileTensor]:
     """Return whole tensors by the user's names, those of `others` for names that `weights` lacks or has without values.
 
     A path is a safetensors file, or a folder of them (with or without Hugging Face's index). Raises ValueError for
@@ -38,7 +38,7 @@ def read_weights(
         )
     if isinstance(weights, (str, Path)):
         weights = SafetensorsFolder(weights)
-    own: dict[str, Tensor | StoredTensor] = {}
+    own: dict[str, Tensor | FileTensor] = {}
     if isinstance(weights, nn.Module):
         own |= weights.named_parameters(remove_duplicate=False)
         own |= weights.named_buffers(remove_duplicate=False)

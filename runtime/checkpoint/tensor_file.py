@@ -16,7 +16,7 @@ from torch import Tensor
 from autoptd.runtime.checkpoint.error import CheckpointError
 from autoptd.runtime.checkpoint.files import create_file, open_file
 from autoptd.runtime.checkpoint.regions import Region
-from autoptd.runtime.weights.stored_tensor import DTYPES
+from autoptd.runtime.weights.file_tensor import DTYPES
 
 
 def check_dtype(dtype: torch.dtype, place: str) -> None:

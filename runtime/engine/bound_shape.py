@@ -14,8 +14,8 @@ from autoptd.runtime.optimizer.gradient_memory import StageLeaves
 from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Schedule
+from autoptd.runtime.weights.file_tensor import Weights
 from autoptd.runtime.weights.slices import Constants, refresh_constants
-from autoptd.runtime.weights.stored_tensor import Weights
 
 
 @dataclass(frozen=True)

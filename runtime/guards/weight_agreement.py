@@ -19,8 +19,8 @@ from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.hashing import hash_words, read_words
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.weights.file_tensor import FileTensor, Weights
 from autoptd.runtime.weights.slices import all_names
-from autoptd.runtime.weights.stored_tensor import StoredTensor, Weights
 
 SAMPLED = 256  # elements of a tensor, evenly over it
 _DRAWN = 0  # of one without values, which every rank draws from the program's seed
@@ -53,7 +53,7 @@ def _fingerprint(manifest: Manifest, tensors: Weights, name: str) -> Tensor:
     whole = next((tensors[known] for known in all_names(manifest, name) if known in tensors), None)
     if whole is None or whole.is_meta:
         return torch.tensor(_DRAWN)
-    if isinstance(whole, StoredTensor):
+    if isinstance(whole, FileTensor):
         return torch.tensor(ABSENT)  # it is in a file, and is not read for this
     return hash_words(read_words(_sample(whole).to(manifest.parameters[name].dtype)))
 

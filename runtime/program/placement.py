@@ -99,12 +99,11 @@ class AxisPlacement:
         """Return the contiguous slice of a global `tensor` that rank `index` of `size` holds."""
         if self.dim is None:
             return tensor.contiguous()
-        pieces = [tensor.narrow(self.dim, rows.first, rows.count) for rows in self.rows(size, index)]
-        shape = list(self.local_shape(tensor.shape, size))
-        shape[self.dim] -= sum(piece.shape[self.dim] for piece in pieces)
-        if shape[self.dim] or not pieces:
-            pieces.append(tensor.new_zeros(shape))
-        return torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].contiguous()
+        own = tensor.new_zeros(self.local_shape(tensor.shape, size))
+        for rows in self.rows(size, index):
+            taken = tensor.narrow(self.dim, rows.first, rows.count)
+            own.narrow(self.dim, rows.local, rows.count).copy_(taken)
+        return own
 
     def runs(self, size: int, index: int) -> list[tuple[int, int]]:
         """Return the rows of `rows` as ascending (first, end), neighbours joined."""

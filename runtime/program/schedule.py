@@ -98,11 +98,6 @@ class Action(NamedTuple):
         return Action(self.stage, self.kind.compute, self.microbatch)
 
     @property
-    def send(self) -> Action:
-        """The send of what this forward or backward makes."""
-        return Action(self.stage, self.kind.send, self.microbatch)
-
-    @property
     def receive(self) -> Action:
         """The receive of what this forward or backward needs."""
         return Action(self.stage, self.kind.receive, self.microbatch)
@@ -197,9 +192,6 @@ def check_shape(name: str, p: int, m: int, v: int) -> None:
         raise ValueError(
             f"schedule={name!r} is unknown: did you mean {nearest!r}? Known: {', '.join(SCHEDULES)}"
         )
-    for value, noun in ((p, "pipeline ranks"), (m, "microbatches"), (v, "model chunks per pipeline rank")):
-        if value < 1:
-            raise ValueError(f"{value} {noun}: a schedule needs at least 1")
     if name == "1f1b" and v > 1:
         raise ValueError(
             f"schedule='1f1b' runs one model chunk per pipeline rank, not {v}: "
@@ -229,7 +221,7 @@ def _add_transfers(orders: list[list[Action]], last: int) -> Schedule:
             actions += receives.get(slot, ())
             actions.append(action)
             if 0 <= action.stage + action.kind.direction <= last:
-                actions.append(action.send)
+                actions.append(action._replace(kind=action.kind.send))
         schedule.append(tuple(actions))
     return tuple(schedule)
 

@@ -20,18 +20,13 @@ from torch import Tensor
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.weights.file_tensor import DTYPES
 from autoptd.runtime.weights.slices import gather_tensor, saved_names
-from autoptd.runtime.weights.stored_tensor import DTYPES
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 PARTIAL = ".partial"  # the suffix of an unfinished file
-UNITS = {
-    f"{prefix}{binary}B": base**power
-    for binary, base in (("", 10**3), ("I", 2**10))
-    for power, prefix in enumerate("KMGT", 1)
-}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -138,8 +133,9 @@ def read_size(size: int | str) -> int:
     """Return the bytes of a size such as 5 * 10**9, "5GB" or "512MiB"; ValueError for anything else."""
     found: object = size
     if isinstance(size, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", size.strip().upper())
-        found = int(float(match[1]) * UNITS[match[2]]) if match else 0
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(I?)B", size.strip().upper())
+        thousand = 1024 if match and match[3] else 1000
+        found = int(float(match[1]) * thousand ** ("KMGT".index(match[2]) + 1)) if match else 0
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         raise ValueError(
             f'max_shard_size={size!r}: expected the bytes of a file, as a number or as "5GB" or "512MiB"'

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.weights.file_tensor import FileTensor, Weights, copy_rows, read_whole
 from autoptd.runtime.weights.initialization import draw_slice
-from autoptd.runtime.weights.stored_tensor import StoredTensor, Weights, copy_rows, read_whole
 from autoptd.runtime.weights.submodules import make_sliced_module
 
 Constants = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -101,7 +101,7 @@ def all_names(manifest: Manifest, name: str) -> tuple[str, ...]:
     return name, *(alias for alias, stored in manifest.aliases.items() if stored == name)
 
 
-def take_slice(parameter: Parameter, whole: Tensor | StoredTensor, rank: Rank) -> Tensor:
+def take_slice(parameter: Parameter, whole: Tensor | FileTensor, rank: Rank) -> Tensor:
     """Return this rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
     if whole.is_meta:
         raise ValueError(f"{parameter.name} is on the meta device and has no values: give real weights=")
@@ -111,15 +111,12 @@ def take_slice(parameter: Parameter, whole: Tensor | StoredTensor, rank: Rank) -
             "give the weights of the model that was compiled"
         )
     on_tensor, tensor = parameter.placement["tensor"], rank.group("tensor")
-    dim, shape = on_tensor.dim, parameter.local_shape(rank.mesh.axes)
-    made = torch.empty(shape, dtype=parameter.dtype, device=rank.device)
-    if dim is None:
+    made = torch.zeros(parameter.local_shape(rank.mesh.axes), dtype=parameter.dtype, device=rank.device)
+    if on_tensor.dim is None:
         return made.copy_(read_whole(whole))
-    filled = 0
-    for first, end in on_tensor.runs(tensor.size, tensor.index):
-        copy_rows(whole, dim, first, end, made.narrow(dim, filled, end - first))
-        filled += end - first
-    made.narrow(dim, filled, shape[dim] - filled).zero_()  # the rows of padding
+    for rows in on_tensor.rows(tensor.size, tensor.index):
+        into = made.narrow(on_tensor.dim, rows.local, rows.count)
+        copy_rows(whole, on_tensor.dim, rows.first, rows.first + rows.count, into)
     return made
 
 
@@ -168,7 +165,7 @@ def check_tied(manifest: Manifest, tensors: Weights) -> None:
                 )
 
 
-def _are_same(one: Tensor | StoredTensor, two: Tensor | StoredTensor, dtype: torch.dtype) -> bool:
+def _are_same(one: Tensor | FileTensor, two: Tensor | FileTensor, dtype: torch.dtype) -> bool:
     """Return whether two tensors have the same values in `dtype`: all values in memory, or some rows of files."""
     if isinstance(one, Tensor) and isinstance(two, Tensor):
         return one is two or one.is_set_to(two) or torch.equal(one.to(dtype), two.to(one.device, dtype))

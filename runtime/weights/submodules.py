@@ -102,7 +102,7 @@ class SlicedModule(BoundModule):
 
     # The layer's own methods would read attributes that are missing here.
     _load_from_state_dict = nn.Module._load_from_state_dict
-    __repr__ = nn.Module.__repr__
+    __repr__, extra_repr = nn.Module.__repr__, nn.Module.extra_repr
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set as on any module, with a warning unless it is a tensor or module: a layer's eps or p, say."""
@@ -110,10 +110,6 @@ class SlicedModule(BoundModule):
         internal = name[0] == "_" or name in ("training", "arrive")
         if not internal and not isinstance(value, Tensor | nn.Module):
             warn_caller(UNREAD.format(name=name))
-
-    def extra_repr(self) -> str:
-        """Return no text."""
-        return ""
 
 
 def make_sliced_module(layer: str) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.guards.weight_agreement import compare_weights
-from autoptd.runtime.weights.stored_tensor import StoredTensor, Weights
+from autoptd.runtime.weights.file_tensor import FileTensor, Weights
 from tests.runtime.chain import Chain
 
 CHAIN = Chain((1, 1, 3), "gpipe", 1, 1, dtype=torch.float32)
@@ -20,7 +20,7 @@ NAME = "layer.0.row.bias"
 
 def in_file(weights: Mapping[str, Tensor]) -> Weights:
     """Tensors that nobody can read to compare them: there is no such file."""
-    return {name: StoredTensor(Path("nowhere"), name, tuple(x.shape), x.dtype) for name, x in weights.items()}
+    return {name: FileTensor(Path("nowhere"), name, tuple(x.shape), x.dtype) for name, x in weights.items()}
 
 
 def compare(change: Callable[[int, dict[str, Tensor]], Weights]) -> list[str]:

@@ -21,7 +21,7 @@ BLOCK = 1 << 22  # elements of a file that are in memory at once when columns ar
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FileTensor:
     """The whole tensor `name` of the file at `path`, which is read when it is asked for."""
 
     path: Path
@@ -52,17 +52,17 @@ class StoredTensor:
             into[rows].copy_(self.read(rows, *columns))
 
 
-Weights = Mapping[str, Tensor | StoredTensor]
+Weights = Mapping[str, Tensor | FileTensor]
 
 
-def read_whole(tensor: Tensor | StoredTensor) -> Tensor:
+def read_whole(tensor: Tensor | FileTensor) -> Tensor:
     """Return the whole `tensor`, detached."""
-    return tensor.read() if isinstance(tensor, StoredTensor) else tensor.detach()
+    return tensor.read() if isinstance(tensor, FileTensor) else tensor.detach()
 
 
-def copy_rows(tensor: Tensor | StoredTensor, dim: int, first: int, end: int, into: Tensor) -> None:
+def copy_rows(tensor: Tensor | FileTensor, dim: int, first: int, end: int, into: Tensor) -> None:
     """Copy rows `first` to `end` of dimension `dim` to `into`, converted to its dtype and device."""
-    if isinstance(tensor, StoredTensor):
+    if isinstance(tensor, FileTensor):
         tensor.copy_rows(dim, first, end, into)
     else:
         into.copy_(tensor.detach().narrow(dim, first, end - first))
