@@ -11,32 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoptd import input_shapes, options
 from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.broadcast_dropout import mark_expanded
 from autoptd.capture.export import capture
 from autoptd.compiled import CompiledProgram
 from autoptd.description import describe_program, write_title
 from autoptd.gc_pause import collect_garbage, paused_collector
-from autoptd.input_shapes import (
-    check_examples,
-    find_disagreement,
-    guess_batch,
-    keep_whole,
-    list_examples,
-    naming_shape,
-    rename_own,
-)
 from autoptd.loss import describe_means
-from autoptd.options import (
-    Options,
-    check_flags,
-    check_free_counts,
-    check_known,
-    check_modes,
-    check_planned,
-    check_seed,
-    read_mesh,
-)
+from autoptd.options import Options
 from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.work import forward_work
@@ -107,9 +90,9 @@ def compile(
     Raises TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
     """
     end_with_launcher()  # compiling takes its time, and comes before bind
-    check_known(compile, unknown)
-    check_seed(seed)
-    check_planned(mesh, world_size, global_batch, cluster, num_microbatches)
+    options.check_known(compile, unknown)
+    options.check_seed(seed)
+    options.check_planned(mesh, world_size, global_batch, cluster, num_microbatches)
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
     given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
     given |= {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
@@ -143,30 +126,32 @@ def _compile(
 
     Further input shapes are divided and cut where the first one is.
     """
-    known, name = read_mesh(mesh), "interleaved_1f1b" if schedule is None else schedule
-    options = Options("none" if recompute is None else recompute, fuse, layout, rules)
-    check_modes(schedule=name, recompute=options.recompute, layout=layout)
-    check_flags(fuse=fuse, scatter_gather=job["scatter_gather"])
+    known, name = options.read_mesh(mesh), "interleaved_1f1b" if schedule is None else schedule
+    chosen = Options("none" if recompute is None else recompute, fuse, layout, rules)
+    options.check_modes(schedule=name, recompute=chosen.recompute, layout=layout)
+    options.check_flags(fuse=fuse, scatter_gather=job["scatter_gather"])
     counts = {"num_microbatches": num_microbatches, "num_model_chunks": job["num_model_chunks"]}
-    check_free_counts(microbatch_size=microbatch_size, **counts)
-    examples = list_examples(example_inputs)
-    check_examples(model, examples, job["loss_fn"], microbatch_size)
+    options.check_free_counts(microbatch_size=microbatch_size, **counts)
+    examples = input_shapes.list_examples(example_inputs)
+    input_shapes.check_examples(model, examples, job["loss_fn"], microbatch_size)
     described = None if cluster is None else Cluster.load(cluster)
     with Watch("compile") as watch:
         count = num_microbatches or 8 * known.pipeline
-        settled = _Job(model, known, name, options, count, described, watch, **job)
+        settled = _Job(model, known, name, chosen, count, described, watch, **job)
         divided = settled.divide(examples[0], microbatch_size)
         collect_garbage()
         first, positions = settled.cut(divided)
         further = []
         for number, example in enumerate(examples[1:], 1):
-            with naming_shape(number, example):
-                other = rename_own(keep_whole(settled.divide(example, None, divided), divided), number)
+            with input_shapes.naming_shape(number, example):
+                other = input_shapes.rename_own(
+                    input_shapes.keep_whole(settled.divide(example, None, divided), divided), number
+                )
                 with leave_autocast():
                     aligned = align_cut(other, divided, positions)
                     cut = cut_at(other, aligned, "cut_stages where the first input shape is cut")
                     further.append(settled.finish(cut, other, number))
-                if reason := find_disagreement(first.manifest, further[-1].manifest):
+                if reason := input_shapes.find_disagreement(first.manifest, further[-1].manifest):
                     raise ValueError(
                         f"{reason}; all shapes train the same parameters: compile this one alone"
                     )
@@ -199,7 +184,7 @@ class _Job:
         self.watch.say("capture")
         given: Any = {"example_inputs": example, "microbatch_size": microbatch_size, "loss_fn": self.loss_fn}
         captured = capture(self.model, mesh=self.mesh, **given)
-        captured = captured if first is None else guess_batch(captured, first)
+        captured = captured if first is None else input_shapes.guess_batch(captured, first)
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
             program = run_passes(select_passes(self.options, "arrange"), program, self.watch, keep_text)

@@ -6,9 +6,7 @@ import sys
 import warnings
 
 # Packages between the user's line and this one: torch calls hooks, others run context managers and imports.
-INNER = frozenset(
-    ["autoptd", "torch", "contextlib", "importlib", "_frozen_importlib", "_frozen_importlib_external"]
-)
+INNER = {"autoptd", "torch", "contextlib", "importlib", "_frozen_importlib", "_frozen_importlib_external"}
 
 
 def warn_caller(text: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import TypeVar
@@ -53,27 +53,18 @@ class Mesh:
 
     axes: Mapping[str, int]
     ranks: tuple[int, ...] | None
+    tensor: int = field(repr=False, compare=False)
+    pipeline: int = field(repr=False, compare=False)
+    data: int = field(repr=False, compare=False)
 
     def __init__(
         self, tensor: int, pipeline: int, data: int, ranks: tuple[int, ...] | None = None, **further: int
     ) -> None:
-        object.__setattr__(self, "axes", {**further, "data": data, "pipeline": pipeline, "tensor": tensor})
-        object.__setattr__(self, "ranks", ranks)
+        axes = {**further, "data": data, "pipeline": pipeline, "tensor": tensor}
+        vars(self).update(axes=axes, ranks=ranks, tensor=tensor, pipeline=pipeline, data=data)
 
     def __hash__(self) -> int:
         return hash((tuple(self.axes.items()), self.ranks))
-
-    @property
-    def tensor(self) -> int:
-        return self.axes["tensor"]
-
-    @property
-    def pipeline(self) -> int:
-        return self.axes["pipeline"]
-
-    @property
-    def data(self) -> int:
-        return self.axes["data"]
 
     @property
     def size(self) -> int:
