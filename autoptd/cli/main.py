@@ -42,7 +42,7 @@ from autoptd.verification.random_inputs import find_empty
 from autoptd.verification.report import Report
 from autoptd.verification.step import check_memory
 
-FLAG: Any = argparse.BooleanOptionalAction
+FLAG: Mapping[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +77,7 @@ class Outcome(NamedTuple):
 
 
 def _plan(args: argparse.Namespace) -> Outcome:
+    """Find the mesh, model chunks, microbatches and recomputation that train a model fastest."""
     if args.top < 1:
         raise ValueError(f"--top is {args.top}: expected a positive number of plans")
     plans = plan(make_model(args.model), **_given(args, plan))
@@ -89,6 +90,7 @@ def _plan(args: argparse.Namespace) -> Outcome:
 
 
 def _compile(args: argparse.Namespace) -> Outcome:
+    """Compile a model and save its program."""
     check_free(args.output)
     program = compile(make_model(args.model), args.mesh, **_given(args, compile))
     program.save(args.output)
@@ -96,6 +98,7 @@ def _compile(args: argparse.Namespace) -> Outcome:
 
 
 def _inspect(args: argparse.Namespace) -> Outcome:
+    """Show a saved program: mesh, schedule, stages, communication."""
     return _describe_program(_load(args.program))
 
 
@@ -104,6 +107,7 @@ def _describe_program(program: CompiledProgram) -> Outcome:
 
 
 def _simulate(args: argparse.Namespace) -> Outcome:
+    """Time a training step of a saved program on a described cluster."""
     _check_files(args.trace, args.svg)
     training = _given(args, CompiledProgram.simulate)
     simulation = _load(args.program).simulate(args.cluster, args.dtype, **training)
@@ -115,6 +119,7 @@ def _simulate(args: argparse.Namespace) -> Outcome:
 
 
 def _verify(args: argparse.Namespace) -> Outcome:
+    """Run all ranks here in float64 and compare with the plain model."""
     program, model = _load(args.program), make_model(args.model)
     if any(find_empty(shape.manifest, model, shape.buffers) for shape in program.shapes):
         check_memory(program.manifest)  # before the whole model takes some of it
@@ -149,6 +154,7 @@ def _check_files(*paths: Path | None) -> None:
 
 
 def _report(args: argparse.Namespace) -> Outcome:
+    """Write a page with the schedule, memory, communication, stages and texts."""
     _check_files(args.output)
     program = _load(args.program)
     explanation = program.explain(args.cluster, args.dtype, **_given(args, CompiledProgram.simulate))
@@ -162,6 +168,7 @@ def _report(args: argparse.Namespace) -> Outcome:
 
 
 def _calibrate(args: argparse.Namespace) -> Outcome:
+    """Measure this machine: a cluster for the other commands, in a .toml file."""
     _check_files(args.output)
     cluster = calibrate(args.output, **_given(args, calibrate))
     return Outcome(asdict(cluster), lambda console: print_cluster(console, cluster))
@@ -258,63 +265,29 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--seed": {"type": int, "help": "of weights, dropout and batches"},
     "--top": {"type": int, "default": 10, "help": "how many plans to show"},
     "--model": {"help": "the plain model, module:callable"},
-    "--overlap-transfers": {"action": FLAG, "default": True, "help": "sends do not block the sender"},
-    "--overlap-data": {"action": FLAG, "default": True, "help": "sum gradients during the last backwards"},
-    "--overlap-tensor": {
-        "action": FLAG,
-        "default": True,
-        "help": "sum tensor ranks' gradients while weight gradients are computed",
-    },
-    "--wide-gradients": {"action": FLAG, "default": True, "help": "sum gradients in at least float32"},
+    "--overlap-transfers": {**FLAG, "help": "sends do not block the sender"},
+    "--overlap-data": {**FLAG, "help": "sum gradients during the last backwards"},
+    "--overlap-tensor": {**FLAG, "help": "sum tensor ranks' gradients while weight gradients are computed"},
+    "--wide-gradients": {**FLAG, "help": "sum gradients in at least float32"},
     "--zero": {"type": int, "default": 0, "help": "1: the replicas share the optimizer's states"},
     "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
     "--svg": {"type": Path, "help": "write a picture"},
-    "--devices": {
-        "type": int,
-        "help": "processes that will share this machine's cores; default one for each",
-    },
+    "--devices": {"type": int, "help": "processes that share this machine's cores; default one for each"},
     "--seconds": {"type": float, "help": "how long to measure, about"},
-    "--output": {
-        "type": Path,
-        "help": "what to write: a program's folder, a page, or a cluster's .toml file",
-    },
+    "--output": {"type": Path, "help": "to write: a program's folder, a page, or a cluster's .toml file"},
     "--json": {"action": "store_true", "help": "print JSON"},
 }
 STEP = "--cluster! --dtype --overlap-transfers --overlap-data --overlap-tensor --wide-gradients --zero"
-COMMANDS: Mapping[str, tuple[Callable[[argparse.Namespace], Outcome], str, str]] = {
-    "plan": (
-        _plan,
-        "Find the mesh, model chunks, microbatches and recomputation that train a model fastest.",
-        f"model --world-size! --global-batch! {STEP} --max-tensor --microbatch-size --num-model-chunks --schedule "
-        "--recompute --top",
-    ),
-    "compile": (
-        _compile,
-        "Compile a model and save its program.",
-        "model --mesh! --output! --microbatch-size --num-microbatches --num-model-chunks --schedule --recompute "
-        "--seed --world-size --global-batch --cluster",
-    ),
-    "inspect": (_inspect, "Show a saved program: mesh, schedule, stages, communication.", "program"),
-    "simulate": (
-        _simulate,
-        "Time a training step of a saved program on a described cluster.",
-        f"program {STEP} --trace --svg",
-    ),
-    "verify": (
-        _verify,
-        "Run all ranks here in float64 and compare with the plain model.",
-        "program --model! --seed",
-    ),
-    "calibrate": (
-        _calibrate,
-        "Measure this machine: a cluster for the other commands, in a .toml file.",
-        "--output --devices --seconds",
-    ),
-    "report": (
-        _report,
-        "Write a page with the schedule, memory, communication, stages and texts.",
-        f"program {STEP} --output!",
-    ),
+COMMANDS: Mapping[Callable[[argparse.Namespace], Outcome], str] = {
+    _plan: f"model --world-size! --global-batch! {STEP} --max-tensor --microbatch-size --num-model-chunks --schedule "
+    "--recompute --top",
+    _compile: "model --mesh! --output! --microbatch-size --num-microbatches --num-model-chunks --schedule --recompute "
+    "--seed --world-size --global-batch --cluster",
+    _inspect: "program",
+    _simulate: f"program {STEP} --trace --svg",
+    _verify: "program --model! --seed",
+    _calibrate: "--output --devices --seconds",
+    _report: f"program {STEP} --output!",
 }
 
 
@@ -324,7 +297,8 @@ def make_parser() -> Parser:
         prog="autoptd", description="Plan, compile, examine, time and prove parallel training programs."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, (run, words, arguments) in COMMANDS.items():
+    for run, arguments in COMMANDS.items():
+        words, name = run.__doc__, run.__name__.removeprefix("_")
         command = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
         command.set_defaults(run=run)
         for argument in (*arguments.split(), "--json"):
@@ -332,5 +306,5 @@ def make_parser() -> Parser:
             option = argument.rstrip("!")
             names = ("-o", option) if option == "--output" else (option,)
             command.add_argument(*names, **ARGUMENTS[option], **required)
-    parser.commands = tuple(COMMANDS)
+    parser.commands = tuple(commands.choices)
     return parser
