@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 
 # Where products add in float32 what they multiply in half precision. Tests add "cpu".
 product_devices = {"cuda"}
+PAUSES = (0.001, 0.01, 0.1)  # seconds in which threads of a collective let go of the memory that it summed
 ALIGNED = 64  # elements between the beginnings of gradients, for wide loads and stores
 Completion = int | tuple[int, ...]  # of gradients: by a stage, or by the pipeline ranks that own a parameter
 
@@ -74,15 +76,16 @@ class Bucket:
         views = self.views if row.data_ptr() == self.flat.data_ptr() else self._view(row)
         return {name: views[name].data for name in names}
 
-    def renew(self) -> bool:
-        """Take other memory where other tensors are kept in this one; return whether there are."""
-        if self._count_uses() <= self._uses:
-            return False
+    def is_kept(self) -> bool:
+        """Return whether other tensors are in this memory, which was lent itself."""
+        return not self._was_kept and self._count_uses() > self._uses
+
+    def move(self) -> None:
+        """Leave this memory to the tensors in it, and lend copies from now on."""
         self._was_kept = True
         memory = torch.empty_like(self.flat).untyped_storage()
         for x in (self.flat, *self.views.values()):
             x.set_(memory, x.storage_offset(), x.shape, x.stride())
-        return True
 
     def _count_uses(self) -> int:
         uses: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
@@ -133,7 +136,13 @@ class GradientMemory:
         for gradient in lent:
             if gradient.untyped_storage().data_ptr() in own:
                 gradient.set_(gradient.clone())  # type: ignore[call-overload]
-        self.moves += sum(bucket.renew() for bucket in self)
+        kept = [bucket for bucket in self if bucket.is_kept()]
+        for seconds in PAUSES if kept else ():
+            time.sleep(seconds)
+            kept = [bucket for bucket in kept if bucket.is_kept()]
+        for bucket in kept:
+            bucket.move()
+        self.moves += len(kept)
         if written := [*(bucket.flat for bucket in self), *chain.from_iterable(self.further.values())]:
             torch._foreach_zero_(written)
 
