@@ -21,10 +21,10 @@ import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.saved_tensors import find_repeated
 from autoptd.passes.ir.program import recomputed_groups
-from autoptd.reports.summary import format_bytes
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.transfer import is_scattered
+from autoptd.text.comments import write_bytes
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
 from tests.generated_models import ModelConfig, make_batch, make_model
@@ -197,7 +197,7 @@ def test_recomputing_a_layer_repeats_its_all_reduces(mesh: tuple[int, int, int],
     assert int(printed[1]) == plain + again
     assert both[0] - forward[0] == m * (plain + again)
     assert both[1] - forward[1] == m * b * length * hidden * (plain + again)
-    assert printed[2] == format_bytes(4 * b * length * hidden * (plain + again))
+    assert printed[2] == write_bytes(4 * b * length * hidden * (plain + again))
     assert sum(text.count("and again") for text in program.texts) == again
 
 
@@ -241,7 +241,7 @@ def test_the_plan_prints_what_is_counted(config: ModelConfig, t: int, p: int, re
     forward = over_pipeline(program, [x.forward for x in measured], "tensor all_reduce")
     both = over_pipeline(program, [x.training for x in measured], "tensor all_reduce")
     assert int(printed[1]) == forward[0] // m - 2
-    assert printed[2] == format_bytes(8 * (forward[1] // m - 3 * B * config.length))
+    assert printed[2] == write_bytes(8 * (forward[1] // m - 3 * B * config.length))
     manifest = program.manifest
     partial = {n for n, q in manifest.parameters.items() if q.placement.has_partial_gradient}
     assert ("summed over the tensor ranks once a step" in text) == bool(partial)
@@ -249,7 +249,7 @@ def test_the_plan_prints_what_is_counted(config: ModelConfig, t: int, p: int, re
     buckets = len({owner for name in partial for owner in manifest.owners(name)})
     assert int(printed[3]) * m == both[0] - forward[0] - buckets
     if not partial:
-        assert printed[4] == format_bytes(8 * (both[1] - forward[1]) // m)
+        assert printed[4] == write_bytes(8 * (both[1] - forward[1]) // m)
     _check_stages(program, measured)
 
 
@@ -283,7 +283,7 @@ def _check_stages(program: CompiledProgram, measured: list[Measured]) -> None:
             )
             label = f"stage {stage.index} -> {stage.index + 1}"
             assert found.training.sent[label] == m * sent
-            assert format_bytes(8 * sent) in str(program)
+            assert write_bytes(8 * sent) in str(program)
 
 
 def test_losses_and_gradients_are_summed_once_a_step() -> None:

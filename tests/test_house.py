@@ -88,7 +88,7 @@ IMPORTS = {
         "pass_list": "options progress",
         "planning": "capture gc_pause input_shapes options pass_list progress simulate",
         "progress": "",
-        "reports": "simulate",
+        "reports": "simulate text",
         "simulate": "options",
         "text": "check",
         "verification": "capture loss text weights",

@@ -15,13 +15,13 @@ from autoptd.reports.overview import Overview
 from autoptd.reports.summary import (
     HEAD,
     describe_all,
-    format_bytes,
     format_seconds,
     format_teraflops,
     headline,
     list_stages,
 )
 from autoptd.simulate.step import Simulation
+from autoptd.text.comments import write_bytes
 
 PLAIN_WIDTH = 110  # of what goes to a file or a pipe
 SHOWN_RANKS = 16
@@ -66,7 +66,7 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
 def print_cluster(console: Console, cluster: Cluster) -> None:
     """Print what the devices and the links inside a node reach."""
     device, node = cluster.device, cluster.node
-    moved = format_bytes(round(device.memory_bandwidth * device.memory_efficiency))
+    moved = write_bytes(round(device.memory_bandwidth * device.memory_efficiency))
     launch = device.graphed_launch_seconds
     console.print(f"[bold]{escape(cluster.name)}[/]")
     least = f", {format_seconds(node.latency_seconds)} at least"
@@ -76,11 +76,11 @@ def print_cluster(console: Console, cluster: Cluster) -> None:
     ]
     rates += [
         ("other kernels", f"{moved}/s, or {format_teraflops(device.vector_flops / 1e12)} TFLOP/s"),
-        ("memory", format_bytes(round(device.memory_bytes))),
+        ("memory", write_bytes(round(device.memory_bytes))),
         ("a launch", format_seconds(device.launch_seconds)),
         *([("a launch in a CUDA graph", format_seconds(launch))] if launch else []),
-        ("messages", f"{format_bytes(round(node.message_rate))}/s{least}"),
-        ("collectives", f"{format_bytes(round(node.collective_rate))}/s{least}"),
+        ("messages", f"{write_bytes(round(node.message_rate))}/s{least}"),
+        ("collectives", f"{write_bytes(round(node.collective_rate))}/s{least}"),
     ]
     _print_table(console, ("", "of a device"), rates)
 
@@ -96,7 +96,7 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int, command: st
             *(str(n) for n in (plan.tensor, plan.pipeline, plan.data, plan.num_model_chunks)),
             *(str(n) for n in (plan.microbatch_size, plan.num_microbatches, plan.schedule, plan.recompute)),
             f"{'' if plan.simulated else '>= '}{format_seconds(plan.step_seconds)}",
-            f"{'' if plan.simulated else '>= '}{format_bytes(plan.memory_bytes)}{MARKS[plan.fits]}",
+            f"{'' if plan.simulated else '>= '}{write_bytes(plan.memory_bytes)}{MARKS[plan.fits]}",
             plan.why,
         ]
         for plan in plans[:shown]
@@ -113,14 +113,14 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int, command: st
 def _print_memory(console: Console, simulation: Simulation) -> None:
     peaks = simulation.memory_bytes
     fullest, size = peaks.index(max(peaks)), simulation.cluster.device.memory_bytes
-    held = ", ".join(f"{name} {format_bytes(count)}" for name, count in simulation.held_bytes.items())
+    held = ", ".join(f"{name} {write_bytes(count)}" for name, count in simulation.held_bytes.items())
     verdict = "[green]fits[/]" if simulation.fits else "[bold red]does not fit[/]"
     console.print(
-        f"{verdict} in {format_bytes(round(size))}: at most {format_bytes(max(peaks))}, on pipeline rank {fullest}"
+        f"{verdict} in {write_bytes(round(size))}: at most {write_bytes(max(peaks))}, on pipeline rank {fullest}"
     )
     console.print(f"there: {held}", markup=False)
     shown = [r for r in range(len(peaks)) if len(peaks) <= SHOWN_RANKS or r in (0, fullest, len(peaks) - 1)]
-    rows = [(str(rank), format_bytes(peaks[rank]), f"{peaks[rank] / size:.1%}") for rank in shown]
+    rows = [(str(rank), write_bytes(peaks[rank]), f"{peaks[rank] / size:.1%}") for rank in shown]
     _print_table(console, ("rank", "peak memory", "of the device"), rows)
 
 

@@ -11,10 +11,11 @@ from html import escape
 from pathlib import Path
 
 from autoptd.reports.overview import Overview, StageOverview
-from autoptd.reports.summary import describe_sums, format_bytes, format_seconds, format_teraflops, headline
+from autoptd.reports.summary import describe_sums, format_seconds, format_teraflops, headline
 from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.simulate.step import Simulation
 from autoptd.simulate.svg import box_code, box_colours
+from autoptd.text.comments import write_bytes
 
 TEMPLATE = Path(__file__).parent / "report.html"
 TICKS = 10**6  # of a step, in the drawing
@@ -61,7 +62,7 @@ def _tiles(simulation: Simulation) -> Iterator[str]:
         "TFLOP/s per device": format_teraflops(simulation.tflops_per_device),
         "model FLOPs utilisation": f"{simulation.mfu:.1%}",
         "bubble over work": f"{simulation.bubble_fraction:.1%}",
-        f"peak memory, {verdict} in {format_bytes(round(size))}": format_bytes(fullest),
+        f"peak memory, {verdict} in {write_bytes(round(size))}": write_bytes(fullest),
         f"predicted, {simulation.dtype}": simulation.cluster.name,
     }
     for words, value in shown.items():
@@ -86,7 +87,7 @@ def _held(simulation: Simulation) -> Iterator[str]:
     rank = simulation.memory_bytes.index(max(simulation.memory_bytes))
     yield f"<p>Pipeline rank {rank} at its peak, the fullest.</p><table>"
     for name, size in simulation.held_bytes.items():
-        yield f"<tr><td>{escape(name)}</td>{_numbers([format_bytes(size)])}</tr>"
+        yield f"<tr><td>{escape(name)}</td>{_numbers([write_bytes(size)])}</tr>"
     yield "</table>"
 
 
@@ -96,9 +97,9 @@ def _communication(program: Overview) -> Iterator[str]:
     for field, words in COMMUNICATION.items():
         traffic = getattr(program.communication, field)
         if traffic.count:
-            yield f"<tr><td>{words}</td>{_numbers([f'{traffic.count:,}', format_bytes(traffic.bytes)])}</tr>"
+            yield f"<tr><td>{words}</td>{_numbers([f'{traffic.count:,}', write_bytes(traffic.bytes)])}</tr>"
     if program.communication.gradient_bytes:
-        size = format_bytes(program.communication.gradient_bytes)
+        size = write_bytes(program.communication.gradient_bytes)
         yield f"<tr><td>gradients over the replicas, once a step, at most a rank</td>{_numbers(['1', size])}</tr>"
     yield "</table>"
     yield from (f"<p>{escape(line)}</p>" for line in describe_sums(program))
@@ -107,7 +108,7 @@ def _communication(program: Overview) -> Iterator[str]:
 def _stage_row(stage: StageOverview) -> str:
     names = "".join(f"<td>{escape(path)}</td>" for path in (stage.first, stage.last))
     sizes = (stage.sent_bytes, stage.unscattered_bytes)
-    sends = [format_bytes(size) if stage.sent_bytes else "" for size in sizes]
+    sends = [write_bytes(size) if stage.sent_bytes else "" for size in sizes]
     numbers = [f"{stage.parameters:,}", f"{stage.flops / 1e9:,.4g}", *sends]
     return f"<tr>{_numbers([stage.index, stage.pipeline_rank])}{names}{_numbers(numbers)}</tr>\n"
 

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from autoptd.reports.overview import Overview, StageOverview
 from autoptd.runtime.program.mesh import Mesh
+from autoptd.text.comments import write_bytes
 
 SHOWN_STAGES = 16  # of a longer table, equal neighbours are left out
 SHOWN_NAMES = 3
@@ -77,22 +78,12 @@ def _row(stage: StageOverview) -> Row:
         _shorten(stage.last),
         f"{stage.parameters:,}",
         f"{gflop:,.0f}" if gflop >= 100 else f"{gflop:.3g}",
-        *(format_bytes(size) if stage.unscattered_bytes else "" for size in sends),
+        *(write_bytes(size) if stage.unscattered_bytes else "" for size in sends),
     )
 
 
 def _shorten(path: str) -> str:
     return path if len(path) <= PATH_WIDTH else f"..{path[2 - PATH_WIDTH :]}"
-
-
-def format_bytes(count: int) -> str:
-    """Format "1.50 MB": powers of ten, three digits."""
-    size = float(count)
-    for prefix in ("", "k", "M", "G"):
-        if size < 999.5:
-            return f"{size:.3g} {prefix}B" if prefix else f"{count} B"
-        size /= 1000
-    return f"{size:,.3g} TB"
 
 
 def format_seconds(seconds: float) -> str:
@@ -115,7 +106,7 @@ def describe_all(program: Overview) -> Iterator[str]:
     if program.mesh[0] > 1:
         communication = program.communication
         traffics = communication.tensor_forward, communication.tensor_backward, communication.tensor_repeated
-        forward, backward, again = (f"{one.count} ({format_bytes(one.bytes)})" for one in traffics)
+        forward, backward, again = (f"{one.count} ({write_bytes(one.bytes)})" for one in traffics)
         yield (
             f"tensor all-reduces per microbatch: forward {forward}, backward {backward}"
             + f", of which recomputation repeats {again}" * bool(communication.tensor_repeated.count)
@@ -141,7 +132,7 @@ def describe_sums(program: Overview) -> Iterator[str]:
         kept, whole = program.recomputation.kept_bytes, program.recomputation.whole_bytes
         yield (
             f"recomputed in the backward: {program.recomputation.groups} groups; all stages keep "
-            f"{format_bytes(kept)} of {format_bytes(whole)} of activations for it"
+            f"{write_bytes(kept)} of {write_bytes(whole)} of activations for it"
         )
 
 

@@ -119,10 +119,9 @@ def _write_signature(manifest: Manifest, index: int, taken: Sequence[fx.Node], n
 
 def _crossing(manifest: Manifest, boundary: Boundary, done: str) -> str:
     """Return the bytes that cross per rank of a boundary tensor, and how: `done` is scattered or gathered."""
-    size = boundary.dtype.itemsize * prod(boundary.shape)
     if is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather):
-        return f"{write_bytes(size // manifest.mesh.tensor)} per rank, {done}"
-    return f"{write_bytes(size)} per rank"
+        return f"{write_bytes(boundary.bytes // manifest.mesh.tensor)} per rank, {done}"
+    return f"{write_bytes(boundary.bytes)} per rank"
 
 
 def _write_return(manifest: Manifest, interface: StageInterface, output: fx.Node, names: Names) -> list[str]:

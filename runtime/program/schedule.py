@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from functools import cached_property
 from itertools import accumulate, islice, zip_longest
 from typing import NamedTuple
 
@@ -25,8 +24,13 @@ class Kind(Enum):
     """The kind of an action; its value is its word in a token.
 
     An action either `computes`, `sends` or `receives`. Its `direction` is 1 where values go to the next stage, -1 where
-    gradients go to the previous one. One that `produces_gradients` adds to those of the stage's parameters.
+    gradients go to the previous one. One that `produces_gradients` adds to those of the stage's parameters. Of its
+    direction, `compute` is the kind that computes a value or with it, `send` and `receive` those that move the value.
     """
+
+    compute: Kind
+    send: Kind
+    receive: Kind
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -44,22 +48,11 @@ class Kind(Enum):
 
     __hash__ = object.__hash__  # in C: sets of actions are large
 
-    @cached_property
-    def compute(self) -> Kind:
-        """The kind that computes what is sent, or with what is received."""
-        return Kind(self.value[-1])
 
-    @cached_property
-    def send(self) -> Kind:
-        """The kind that sends what this one computes or receives."""
-        return Kind(f"SEND_{self.value[-1]}")
-
-    @cached_property
-    def receive(self) -> Kind:
-        """The kind that receives what this one sends or computes with."""
-        return Kind(f"RECV_{self.value[-1]}")
-
-
+for _kind in Kind:
+    _kind.compute, _kind.send, _kind.receive = (
+        Kind(word + _kind.value[-1]) for word in ("", "SEND_", "RECV_")
+    )
 COMPUTING = tuple(kind for kind in Kind if kind.computes)
 _KINDS = {str(kind.value): kind for kind in Kind}
 _TOKEN = re.compile(rf"(\d+)({'|'.join(_KINDS)})(\d+)")

@@ -16,7 +16,7 @@ from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Program, recomputed_groups, values_given, values_taken
 from autoptd.passes.recompute import find_cores, recompute_activations
-from autoptd.reports.summary import format_bytes
+from autoptd.text.comments import write_bytes
 from autoptd.text.reader import trace_program
 from samples.gpt import GPT, GPTConfig
 from tests.interpret import run_graph
@@ -187,7 +187,7 @@ def test_the_plan_says_what_is_kept() -> None:
     (stage,) = program.stages
     kept = count_bytes(Ledger(stage, program.mesh).kept(recomputed_groups(stage.graph)))
     text = " ".join(str(program).split())
-    assert f"recomputed in the backward: 2 groups; all stages keep {format_bytes(kept)} of " in text
+    assert f"recomputed in the backward: 2 groups; all stages keep {write_bytes(kept)} of " in text
     assert "recomputed" not in str(compile_sample("none"))
 
 

@@ -11,8 +11,9 @@ import torch
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.reports.overview import Overview
-from autoptd.reports.summary import format_bytes, format_seconds, format_teraflops, summarize
+from autoptd.reports.summary import format_seconds, format_teraflops, summarize
 from autoptd.runtime import collectives
+from autoptd.text.comments import write_bytes
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
 
@@ -128,4 +129,4 @@ def test_teraflops_of_a_small_device_are_not_none() -> None:
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (2048, "2.05 kB"), (999_600, "1 MB"), (4 * 10**13, "40 TB")],
 )
 def test_bytes_are_written_in_three_digits(count: int, text: str) -> None:
-    assert format_bytes(count) == text
+    assert write_bytes(count) == text
