@@ -19,6 +19,9 @@ LIBRARY = torch.library.Library("autoptd", "FRAGMENT")
 # Tests add "cpu", where Triton's interpreter runs the kernels.
 kernel_devices = {"cuda"}
 
+# The types of arguments that are as they look: a subclass of Tensor wants to be asked.
+_PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, list, torch.dtype))
+
 
 class Operator:
     """One operator, with registrations named as those of ``torch.library.custom_op``."""
@@ -26,7 +29,7 @@ class Operator:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
         self._function = function
-        self._node: type[torch.autograd.Function] | None = None
+        self._apply: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the operator, past torch's dispatcher where nobody listens there.
@@ -34,26 +37,18 @@ class Operator:
         Its way through Python costs 25 microseconds more, backward included, in a step hundreds of times. It is for
         those who look at operators: tracers, dispatch modes, profilers, torch.func.
         """
-        if not self._stands_alone(arguments):
-            return getattr(torch.ops.autoptd, self.name)(*arguments)
-        if self._node is None or not torch.is_grad_enabled():
-            return self._function(*arguments)
-        return self._node.apply(*arguments)
-
-    def _stands_alone(self, arguments: tuple[Any, ...]) -> bool:
-        """Return whether the operator's function may be called directly, and differentiated by its own formula."""
-        modes: int = torch._C._len_torch_dispatch_stack()  # of this thread
-        if modes or torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
-            return False
-        differentiates = False
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                if type(argument) is not Tensor and type(argument) is not Parameter:
-                    return False
-                differentiates = differentiates or argument.requires_grad
-        if arguments[0].device.type not in ("cpu", "cuda"):
-            return False
-        return self._node is not None or not (differentiates and torch.is_grad_enabled())
+        alone = (
+            _PLAIN.issuperset(map(type, arguments))
+            and not torch._C._len_torch_dispatch_stack()  # of this thread
+            and not torch._C._autograd._profiler_enabled()
+            and not torch._C._are_functorch_transforms_active()
+            and arguments[0].device.type in ("cpu", "cuda")
+        )
+        if alone and torch.is_grad_enabled():
+            if self._apply is not None:
+                return self._apply(*arguments)
+            alone = not any(isinstance(each, Tensor) and each.requires_grad for each in arguments)
+        return self._function(*arguments) if alone else getattr(torch.ops.autoptd, self.name)(*arguments)
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         def forward(ctx: Any, *arguments: Any) -> Any:
@@ -65,7 +60,9 @@ class Operator:
             f"autoptd::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
         )
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._node = type(self.name, (torch.autograd.Function,), methods)
+        node = type(self.name, (torch.autograd.Function,), methods)
+        # Function's own looks at each argument once more, for functorch.
+        self._apply = super(torch.autograd.Function, node).apply  # type: ignore[misc]
 
 
 def define_operator(
@@ -80,16 +77,16 @@ def define_operator(
 
     def define(function: Callable[..., Any]) -> Operator:
         def call_on_device(*arguments: Any) -> Any:
+            kernels = find_kernels(triton, *arguments) if triton else None
+            if kernels is not None:
+                results = fake(*arguments)
+                getattr(kernels, name)(*arguments, results)
+                return results
             x = arguments[0]
             if x.is_cuda and x.get_device() != torch.cuda.current_device():  # on which Triton launches
                 with torch.cuda.device(x.device):
                     return call_on_device(*arguments)
-            kernels = find_kernels(triton, *arguments) if triton else None
-            if kernels is None:
-                return function(*arguments)
-            results = fake(*arguments)
-            getattr(kernels, name)(*arguments, results)
-            return results
+            return function(*arguments)
 
         LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         LIBRARY.impl(name, call_on_device, "CompositeExplicitAutograd")

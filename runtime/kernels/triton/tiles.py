@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,8 +46,11 @@ def _kind(value: Any) -> Any:
     """Return what of an argument, a natural number where it is an integer, Triton compiles a kernel for."""
     if isinstance(value, Tensor):
         return value.dtype, value.get_device(), value.data_ptr() % 16 == 0
-    if isinstance(value, tuple):
-        return tuple(map(_kind, value))
+    return tuple(map(_kind, value)) if type(value) is tuple else _kind_of_number(value)
+
+
+@lru_cache(maxsize=1 << 14, typed=True)
+def _kind_of_number(value: Any) -> Any:
     if type(value) is int:
         return value == 1, value % 16 == 0, value.bit_length() // 32
     return type(value)
@@ -92,22 +96,18 @@ def launch_tiles(
     [width], over rows, it has several below each other, and takes two more arguments: where its own sum goes,
     float32, and how many tiles it has.
     """
-    rows = [None if x is None else _as_rows(x) for x in inputs]
-    strides = [0 if x is None else x.stride(0) for x in rows]
+    first = next(x for x in inputs if x is not None)
+    width = first.shape[-1] if first.dim() else 1
+    count = first.numel() // width
+    rows = [x if x is None or x.is_contiguous() else _as_rows(x) for x in inputs]
+    strides = [0 if x is None else width if x.is_contiguous() else x.stride(0) for x in rows]
     written = [result if result.is_contiguous() else result.new_empty(result.shape) for result in results]
-    count, width = next(x.shape for x in rows if x is not None)
-    columns = min(WIDEST, max(4, round_up(width)))
-    height = min(TILE // columns, round_up(count))
-    above, beside = divide_up(count, height), divide_up(width, columns)
+    wide = count * max(width, *strides) >= WIDE_FROM
+    above, beside, turns, tile = _plan_tiles(count, width, wide, None if sums is None else PROGRAMS)
     if sums is not None:
-        turns = divide_up(above, max(1, min(above, PROGRAMS // beside)))
-        above = divide_up(above, turns)
         partial = torch.empty(above, width, dtype=torch.float32, device=sums.device)
         others = (*others, partial, turns)
-    launch(
-        kernel, (above * beside,), *rows, *written, *others, count, width, *strides,
-        ROWS=height, COLUMNS=columns, WIDE=count * max(width, *strides) >= WIDE_FROM, **constants
-    )  # fmt: skip
+    launch(kernel, (above * beside,), *rows, *written, *others, count, width, *strides, **tile, **constants)
     for result, filled in zip(results, written, strict=True):
         if filled is not result:
             result.copy_(filled)
@@ -123,6 +123,21 @@ def add_partial(partial: Tensor, sums: Tensor) -> None:
         partial, sums, programs, width, ROWS=PARTIAL_ROWS, COLUMNS=PARTIAL_COLUMNS,
         enable_fp_fusion=False
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 12)
+def _plan_tiles(
+    count: int, width: int, wide: bool, programs: int | None
+) -> tuple[int, int, int, dict[str, Any]]:
+    """Return how many programs, of at most so many, lie above and beside each other; each one's tiles, and constants.
+
+    Where `programs` are None each has one tile.
+    """
+    columns = min(WIDEST, max(4, round_up(width)))
+    height = min(TILE // columns, round_up(count))
+    above, beside = divide_up(count, height), divide_up(width, columns)
+    turns = 1 if programs is None else divide_up(above, max(1, min(above, programs // beside)))
+    return divide_up(above, turns), beside, turns, {"ROWS": height, "COLUMNS": columns, "WIDE": wide}
 
 
 def _as_rows(x: Tensor) -> Tensor:

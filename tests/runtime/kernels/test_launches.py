@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime import kernels
+from autoptd.runtime.kernels import registration
 
 pytest.importorskip("triton")
 
@@ -18,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from autoptd.runtime.kernels.triton import tiles
+from autoptd.runtime.kernels.triton import elementwise, tiles
 
 
 class Kernel:
@@ -132,3 +134,30 @@ def test_a_launch_goes_to_the_current_stream_and_into_a_graph(card: str) -> None
     given.copy_(x)
     graph.replay()
     check(captured)
+
+
+def count_calls(function: Callable[[], Any]) -> int:
+    """The calls of Python functions that a call of `function` makes."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(see)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count - 1
+
+
+@pytest.mark.parametrize(("trains", "most"), [(False, 29), (True, 32)])
+def test_a_call_is_few_calls_of_python(trains: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a kernel's function to Triton's launcher, once it has compiled: checks, dispatch, allocation and launch."""
+    monkeypatch.setattr(registration, "kernel_devices", {"cpu"})
+    monkeypatch.setattr(elementwise, "_gated_product", Kernel())
+    gate, up = torch.ones(4, 8, 16), torch.ones(4, 8, 16, requires_grad=True)
+    with torch.set_grad_enabled(trains):
+        kernels.gated_product(gate, up)
+        assert count_calls(lambda: kernels.gated_product(gate, up)) <= most
