@@ -63,10 +63,10 @@ class Linear:
     def terms(self, gradient: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(_rows(gradient), weight.t() if self.transposed else weight)]
 
-    def differentiate_weight(self, weight: Tensor, gradient: Tensor, x: Tensor) -> Tensor | None:
-        """Return the gradient of the weight; None where the weight has a sum, to which it was added."""
+    def differentiate_weight(self, own: Tensor | None, gradient: Tensor, x: Tensor) -> Tensor | None:
+        """Return the gradient of the weight; None where it was added to the weight's `own` sum."""
         left, right = map(_rows, (x, gradient) if self.transposed else (gradient, x))
-        if (own := getattr(weight, SUM, None)) is None:
+        if own is None:
             return left.t() @ right
         add_product(own, left.t(), right)
         return None
@@ -105,10 +105,10 @@ class SplitLinear:
         """Return pairs of matrices, one per section, whose products add up to the gradient of x's rows."""
         return list(zip(self._split(gradient), self._parts(weight).transpose(1, 2), strict=True))
 
-    def differentiate_weight(self, weight: Tensor, gradient: Tensor, x: Tensor) -> Tensor | None:
-        """Return the gradient of the weight, laid out as the weight is; None where it was added to the weight's sum."""
+    def differentiate_weight(self, own: Tensor | None, gradient: Tensor, x: Tensor) -> Tensor | None:
+        """Return the gradient of the weight, laid out as it is; None where it was added to the weight's `own` sum."""
         rows, parts = _rows(x), self._split(gradient)
-        if (own := getattr(weight, SUM, None)) is not None:
+        if own is not None:
             for part, columns in zip(self._parts(own), parts, strict=True):
                 add_product(part, rows.t(), columns)
             return None
@@ -157,6 +157,7 @@ class _Products(torch.autograd.Function):
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         ctx.rank, ctx.product, ctx.shape = rank, product, x.shape
+        ctx.sums = [getattr(weight, SUM, None) for weight in weights]  # recomputation saves others in their place
         wanted = ctx.needs_input_grad[3 : 3 + count]
         ctx.save_for_backward(x if any(wanted) else None, *weights)
         return tuple(product.multiply(x, *pair) for pair in zip(weights, biases, strict=True))
@@ -182,8 +183,8 @@ class _Products(torch.autograd.Function):
                 begin = None if measured is None else measured.stopwatch.mark()
         count = len(gradients)
         of_weights = [
-            product.differentiate_weight(weight, gradient, x) if asked else None
-            for weight, gradient, asked in zip(weights, gradients, wanted[:count], strict=True)
+            product.differentiate_weight(sums, gradient, x) if asked else None
+            for sums, gradient, asked in zip(ctx.sums, gradients, wanted[:count], strict=True)
         ]
         of_biases = [
             product.differentiate_bias(gradient) if asked else None

@@ -71,7 +71,7 @@ class _Lookup(torch.autograd.Function):
         There a row gets zeros but from one place, so the order in which a GPU adds changes no bit.
         """
         (ids,) = ctx.saved_tensors
-        ids, rows = ids.flatten().long(), gradient.flatten(0, -2).float()
+        ids, rows = ids.flatten().long(), gradient.reshape(-1, gradient.shape[-1]).float()
         if ctx.padding_idx >= 0:
             rows = rows.masked_fill((ids == ctx.padding_idx)[:, None], 0)
         count = torch.arange(len(ids), device=ids.device)

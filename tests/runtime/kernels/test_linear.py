@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.rank import Rank
@@ -114,6 +116,7 @@ def test_rows_of_an_embedding_are_added_in_float32(
     for x in xs:
         x[0, :1500] = 7
     xs.append(torch.tensor([[5, 3, 5, 2]], device=device, dtype=torch.int32))
+    xs.append(torch.tensor(5, device=device))
     found, _ = sum_gradients(call, xs, table, sums=True)
     rounded, _ = sum_gradients(call, xs, table, sums=False)
     exact, _ = sum_gradients(call, xs, table.double(), sums=False)
@@ -123,6 +126,18 @@ def test_rows_of_an_embedding_are_added_in_float32(
     for _ in range(5):
         again, _ = sum_gradients(call, xs, table, sums=True)
         assert torch.equal(again, found)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "embedding"])
+def test_what_is_recomputed_adds_the_same(device: str, way: str) -> None:
+    """A checkpoint hands the backward a weight that it saved itself, which is not the leaf."""
+    call, transposed = WAYS.get(way) or (look_up(RANK, 24, -1), False)
+    weight = torch.randn((16, 24) if transposed else (24, 16)).to(device, torch.bfloat16)
+    xs = [torch.randn(4, 8, 16).to(device, torch.bfloat16), torch.randn(3, 16).to(device, torch.bfloat16)]
+    xs = [torch.randint(24, (4, 8), device=device)] if way == "embedding" else xs
+    kept, _ = sum_gradients(call, xs, weight, sums=True)
+    recomputed, _ = sum_gradients(partial(checkpoint, call, use_reentrant=False), xs, weight, sums=True)
+    assert torch.equal(recomputed, kept)
 
 
 def test_without_a_sum_they_are_torchs() -> None:
