@@ -157,7 +157,7 @@ class _Products(torch.autograd.Function):
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         ctx.rank, ctx.product, ctx.shape = rank, product, x.shape
-        ctx.sums = [getattr(weight, SUM, None) for weight in weights]  # recomputation saves others in their place
+        ctx.sums = [getattr(weight, SUM, None) for weight in weights]  # recomputed, others are saved
         wanted = ctx.needs_input_grad[3 : 3 + count]
         ctx.save_for_backward(x if any(wanted) else None, *weights)
         return tuple(product.multiply(x, *pair) for pair in zip(weights, biases, strict=True))
