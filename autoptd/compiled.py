@@ -93,7 +93,7 @@ class CompiledProgram:
     def overview(self) -> Overview:
         """The data that ``print(program)`` shows."""
         shapes = tuple(describe_shape(program.manifest) for program in self.shapes)
-        return Overview.of(self.manifest, self.stages, self.log, self.title, shapes)
+        return Overview.of(self.manifest, self.stages, self.schedule, self.log, self.title, shapes)
 
     @cached_property
     def cost(self) -> Cost:

@@ -171,7 +171,7 @@ class Estimator:
         mesh, v, training = candidate.mesh, candidate.num_model_chunks, self.training
         row = self.measure(*candidate.key)
         schedule, _ = _schedule(candidate.schedule, mesh.pipeline, self._shares(candidate)[0][0], v)
-        alive = live_microbatches(schedule, mesh.pipeline * v)
+        alive = live_microbatches(schedule, mesh.pipeline * v, lasting=self.cluster.device.has_graphs)
         memory = row.memory(alive, training.states(row.precision, mesh.data), [0] * mesh.pipeline, limit)
 
         def find(reserved: Sequence[int]) -> Found:

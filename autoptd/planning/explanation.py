@@ -193,7 +193,7 @@ def _move_cuts(
         for index, sign in ((at, -1), (other, 1)):
             old = times[index]
             forward, backward = old.forward + work.forward * sign, old.backward + work.backward * sign
-            new = WorkTimes(forward, backward, old.kept, old.working, old.flops)
+            new = WorkTimes(forward, backward, 0.0, 0.0, 0.0)
             changed[index] = time_stage(cut, index, new, cluster, precision)
         longer = last_end(changed) / now - 1
         yield (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from torch import fx
 
+from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.nodes import module_path
@@ -17,6 +18,9 @@ from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
+from autoptd.runtime.program.schedule import Schedule
+from autoptd.simulate.memory import States, add_up_slots, count_owned
+from autoptd.simulate.stage_times import CallWork, list_calls
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ class Recomputation:
 class Overview:
     """The program in numbers; bytes are in the program's own dtypes, `mesh` is (tensor, pipeline, data).
 
-    `ideal_bubble` is (p - 1)/(v m) (SC21 §2.2). `shapes` are the compiled input shapes, one microbatch each; of several
-    the numbers are the first's.
+    `ideal_bubble` is (p - 1)/(v m) (SC21 §2.2). `slot_bytes` are those that each pipeline rank's slots hold with CUDA
+    graphs. `shapes` are the compiled input shapes, one microbatch each; of several the numbers are the first's.
     """
 
     title: str
@@ -109,6 +113,7 @@ class Overview:
     communication: Communication
     tied: tuple[Tied, ...]
     recomputation: Recomputation
+    slot_bytes: tuple[int, ...]
     log: tuple[str, ...]
     shapes: tuple[str, ...] = ()
 
@@ -117,14 +122,17 @@ class Overview:
         cls,
         manifest: Manifest,
         stages: Sequence[Stage],
+        schedule: Schedule,
         log: Sequence[str],
         title: str,
         shapes: Sequence[str] = (),
     ) -> Overview:
-        """Count a program's `stages`."""
+        """Count a program's `stages`, which run by its `schedule`."""
         mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
         owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
         aliases = manifest.aliases.items()
+        worked = zip(list_calls(stages, mesh), manifest.stages, strict=True)
+        slots = [_count_slot(manifest, calls, interface.sends) for calls, interface in worked]
         return cls(
             title=title,
             mesh=(mesh.tensor, mesh.pipeline, mesh.data),
@@ -143,6 +151,7 @@ class Overview:
                 if len(ranks) > 1
             ),
             recomputation=_count_recomputation(manifest, stages),
+            slot_bytes=tuple(map(round, add_up_slots(schedule, slots))),
             log=tuple(log),
             shapes=tuple(shapes),
         )
@@ -182,6 +191,8 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
     copies = [node for node in nodes if has_trait(node, Trait.SUMS_GRADIENTS)]
     again = [forward_work(node).reduced for node in reductions if node in repeated]
     sends = [b for s in manifest.stages if manifest.mesh.pipeline > 1 for b in s.sends]
+    ranks = range(manifest.mesh.pipeline) if manifest.mesh.data > 1 else ()
+    trained = max((count_owned(manifest, rank).trained for rank in ranks), default=0)
     partial = [
         n for n, p in manifest.parameters.items() if p.placement.has_partial_gradient and manifest.owners(n)
     ]
@@ -192,19 +203,9 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
         loss=any(node.target is kernels.cross_entropy for node in nodes),
         pipeline_forward=Traffic.of(_crossing(b, manifest) for b in sends),
         pipeline_backward=Traffic.of(_crossing(b, manifest) for b in sends if b.requires_grad),
-        gradient_bytes=_count_gradient_bytes(manifest) if manifest.mesh.data > 1 else 0,
+        gradient_bytes=round(trained * States(Precision.of(stages)).gradient),
         partial=tuple(partial) if manifest.mesh.tensor > 1 else (),
     )
-
-
-def _count_gradient_bytes(manifest: Manifest) -> int:
-    held = [0] * manifest.mesh.pipeline
-    for name, parameter in manifest.parameters.items():
-        if parameter.kind == "parameter" and parameter.requires_grad:
-            local = prod(parameter.local_shape(manifest.mesh.axes))
-            for rank in manifest.owners(name):
-                held[rank] += local * parameter.dtype.itemsize
-    return max(held)
 
 
 def _count_recomputation(manifest: Manifest, stages: Sequence[Stage]) -> Recomputation:
@@ -214,3 +215,9 @@ def _count_recomputation(manifest: Manifest, stages: Sequence[Stage]) -> Recompu
     kept = sum(count_bytes(ledger.kept(ledger.groups)) for ledger in ledgers)
     whole = sum(count_bytes(ledger.kept(())) for ledger in ledgers)
     return Recomputation(sum(len(ledger.groups) for ledger in ledgers), kept, whole)
+
+
+def _count_slot(manifest: Manifest, calls: Collection[CallWork], sends: Sequence[Boundary]) -> int:
+    """Count the bytes of a slot as the simulator does for a device with CUDA graphs."""
+    gradients = sum(b.bytes for b in sends if manifest.mesh.pipeline > 1 and b.requires_grad)
+    return gradients + sum(call.kept for call in calls) + max((call.working for call in calls), default=0)

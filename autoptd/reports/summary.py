@@ -102,7 +102,7 @@ def format_teraflops(rate: float) -> str:
 
 
 def describe_all(program: Overview) -> Iterator[str]:
-    """Yield the lines of communication, ties and recomputation."""
+    """Yield the lines of communication, ties, recomputation and CUDA graphs."""
     if program.mesh[0] > 1:
         communication = program.communication
         traffics = communication.tensor_forward, communication.tensor_backward, communication.tensor_repeated
@@ -113,6 +113,9 @@ def describe_all(program: Overview) -> Iterator[str]:
             + "; the loss reduces three numbers a token" * communication.loss
         )
     yield from describe_sums(program)
+    size = format_bytes(most := max(program.slot_bytes))
+    rank = program.slot_bytes.index(most)
+    yield f"CUDA graphs: slots of microbatches in flight hold at most {size} all the time, on pipeline rank {rank}"
 
 
 def describe_sums(program: Overview) -> Iterator[str]:

@@ -8,6 +8,7 @@ from math import prod
 
 from autoptd.passes.cost.cluster import ITEM_BYTES
 from autoptd.passes.cost.durations import Precision
+from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.nodes import arguments_of
 from autoptd.passes.ir.program import Stage
@@ -16,7 +17,7 @@ from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
-from autoptd.runtime.program.schedule import Action, Kind, last_gradients
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, last_gradients
 from autoptd.simulate.stage_times import StageTimes
 
 
@@ -139,6 +140,13 @@ class States:
         each = self.gradient + 7 * self._moment
         each += sum(narrow + self._moment for narrow in (self.gradient, self._item) if narrow < self._moment)
         return owned.trained * each / max(self.shards, 1)
+
+
+def add_up_slots(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
+    """Return the bytes of each rank's slots, from those of a slot of each stage."""
+    (counts,) = live_microbatches(schedule, len(sizes), lasting=True)
+    held, p = [count * size for count, size in zip(counts, sizes, strict=True)], len(schedule)
+    return [sum(held[rank::p]) for rank in range(p)]
 
 
 def trace_memory(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -20,6 +20,7 @@ from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.program import Stage, recomputed_groups, values_taken
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest
+from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Kind
 
 
@@ -27,8 +28,8 @@ from autoptd.runtime.program.schedule import COMPUTING, Kind
 class WorkTimes:
     """The times of a stage's work on one microbatch, and its memory in bytes of the step's dtype.
 
-    `kept` bytes wait for the backward, and `working` more live while it runs. `flops` are those of GEMMs and
-    attention's products in all passes.
+    `kept` bytes wait for the backward, and `working` more live while it runs. A slot holds the bytes of `slot` all the
+    time, which have the others where there are CUDA graphs. `flops` are those of products in all passes.
     """
 
     forward: Seconds
@@ -36,12 +37,16 @@ class WorkTimes:
     kept: float
     working: float
     flops: float
+    slot: float = field(default=0.0, kw_only=True)
 
     def launched_on(self, device: Device) -> WorkTimes:
-        """Return these with what it takes to launch the graph of each direction that has work, if there are graphs."""
-        launch = Seconds(device.launch_seconds * (device.graphed_launch_seconds > 0))
+        """Return these in CUDA graphs, if there are any: with the launch of each direction that has work."""
+        if not device.has_graphs:
+            return self
+        launch = Seconds(device.launch_seconds)
         forward, backward = (side + launch * (side.total > 0) for side in (self.forward, self.backward))
-        return replace(self, forward=forward, backward=backward)
+        slot = self.kept + self.working
+        return replace(self, forward=forward, backward=backward, kept=0.0, working=0.0, slot=slot)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class StageTimes(WorkTimes):
     """One stage on one microbatch, with its messages.
 
     All are by the kind that computes: `gather` is the all-gather of what arrives in pieces (SC21 §4.1), `send` the
-    message that leaves, `arriving` the bytes that a posted receive holds.
+    message that leaves, `arriving` the bytes that a posted receive holds; a slot has as many for gradients.
     """
 
     gather: Mapping[Kind, float]
@@ -71,14 +76,10 @@ def time_stages(
     """
     cluster.device.peak(precision.dtype)
     mesh = manifest.mesh
-    known: dict[object, Collection[CallWork]] = {}
     durations = [Durations(cluster, mesh, precision, overlap, rank) for rank in range(mesh.pipeline)]
     found = []
-    for index, stage in enumerate(stages):
-        signature = _sign(stage)
-        if signature not in known:
-            known[signature] = divide_work(stage, Ledger(stage, mesh)).values()
-        times = add_up(known[signature], durations[index % mesh.pipeline]).launched_on(cluster.device)
+    for index, calls in enumerate(list_calls(stages, mesh)):
+        times = add_up(calls, durations[index % mesh.pipeline]).launched_on(cluster.device)
         found.append(time_stage(manifest, index, times, cluster, precision))
     return tuple(found)
 
@@ -97,6 +98,16 @@ class CallWork:
     kept: int
     working: int
     flops: float
+
+
+def list_calls(stages: Sequence[Stage], mesh: Mesh) -> Iterator[Collection[CallWork]]:
+    """Yield the work of each stage's calls; equal stages are measured once."""
+    known: dict[object, Collection[CallWork]] = {}
+    for stage in stages:
+        signature = _sign(stage)
+        if signature not in known:
+            known[signature] = divide_work(stage, Ledger(stage, mesh)).values()
+        yield known[signature]
 
 
 def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, CallWork]:
@@ -172,6 +183,7 @@ def time_stage(
         send[kind] = cluster.send_seconds(whole + pieces / mesh.tensor, *pair, senders=mesh.tensor)
         gather[kind] = cluster.all_gather_seconds(pieces_in, ranks)
         arriving[kind] = whole_in + pieces_in
+    work = replace(work, slot=work.slot + arriving[Kind.BACKWARD])
     return StageTimes(**vars(work), gather=gather, send=send, arriving=arriving)
 
 

@@ -15,7 +15,7 @@ from autoptd.passes.ir.program import Stage
 from autoptd.runtime.comm.trace import Phase, TimelineEntry, write_trace
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
-from autoptd.simulate.memory import Owned, States, count_owned, freeze_idle, trace_memory
+from autoptd.simulate.memory import Owned, States, add_up_slots, count_owned, freeze_idle, trace_memory
 from autoptd.simulate.stage_times import StageTimes, time_stages
 from autoptd.simulate.svg import write_svg
 
@@ -29,8 +29,8 @@ class Simulation:
     is the idle time of the `critical_rank` (the busiest) over its work, as (p - 1)/(v m) is. `breakdown` is that rank's
     step: compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble.
     `memory_bytes` is the peak of each pipeline rank, `memory` its course: (seconds, bytes) pairs. `held_bytes` says
-    what the fullest rank holds at its peak; buffers are those of receives, and float32 gradients while the optimizer
-    steps.
+    what the fullest rank holds at its peak; slots hold gradients of outputs, and with CUDA graphs the activations;
+    buffers are those of receives, and float32 gradients while the optimizer steps.
     """
 
     cluster: Cluster
@@ -146,7 +146,8 @@ def simulate_times(
             begin = max(phase.start, pipelined)
             breakdown[phase.name] = breakdown.get(phase.name, 0.0) + max(0.0, phase.end - begin)
     breakdown["bubble"] = step - sum(breakdown.values())
-    static = [states.held(own) for own in owned]
+    slots = add_up_slots(schedule, [time.slot for time in times])
+    static = [states.held(own) | {"slots": size} for own, size in zip(owned, slots, strict=True)]
     courses = _trace_courses(schedule, timeline, times, owned, phases, states)
     peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
     memory = [

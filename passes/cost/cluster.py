@@ -78,6 +78,10 @@ class Device:
     launch_seconds: float
     graphed_launch_seconds: float = 0.0
 
+    @property
+    def has_graphs(self) -> bool:
+        return self.graphed_launch_seconds > 0
+
     def peak(self, dtype: str) -> float:
         """Return FLOP/s in `dtype`; raise ValueError if the device does not compute in it."""
         if dtype not in self.peak_flops:

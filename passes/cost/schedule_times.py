@@ -107,11 +107,12 @@ def least_seconds(times: ActionTimes, num_ranks: int, num_microbatches: int) -> 
     return least
 
 
-def live_microbatches(schedule: Schedule, num_stages: int) -> list[list[int]]:
+def live_microbatches(schedule: Schedule, num_stages: int, *, lasting: bool = False) -> list[list[int]]:
     """Return the microbatches that each stage has in flight when its rank may hold most: a row a moment.
 
     Where chunks take turns, the peak moves from one chunk to the next in even steps. Only the ends of such a move are
     returned: whatever the bytes of each stage, a rank's peak is at one of them. Ranks with fewer moments repeat one.
+    `lasting`: the one moment of stages whose slots hold their memory all the time, as those of CUDA graphs do.
     """
     p = len(schedule)
     peaks = [_find_peaks(actions, range(rank, num_stages, p)) for rank, actions in enumerate(schedule)]
@@ -119,7 +120,7 @@ def live_microbatches(schedule: Schedule, num_stages: int) -> list[list[int]]:
     for rank, own in enumerate(peaks):
         for index, row in enumerate(moments):
             row[rank::p] = own[min(index, len(own) - 1)]
-    return moments
+    return [list(map(max, zip(*moments, strict=True)))] if lasting else moments
 
 
 def _find_peaks(actions: Sequence[Action], stages: range) -> list[tuple[int, ...]]:

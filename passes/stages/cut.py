@@ -72,7 +72,8 @@ def find_cut(
     memory = None
     if cluster is not None:
         static, activation, working = fused_order.memory
-        alive = live_microbatches(make_schedule(schedule, pipeline, m, num_stages // pipeline), num_stages)
+        actions = make_schedule(schedule, pipeline, m, num_stages // pipeline)
+        alive = live_microbatches(actions, num_stages, lasting=cluster.device.has_graphs)
         reserved = [working + more for more in reserved_bytes or [0] * pipeline]
         memory = Memory(static, activation, alive, reserved, int(cluster.device.memory_bytes))
     counts: Any = {"num_stages": num_stages, "num_pipeline_ranks": pipeline, "num_microbatches": m}

@@ -32,10 +32,11 @@ def compile_heavy(cluster: Cluster | None, chunks: int) -> autoptd.CompiledProgr
     return autoptd.compile(model, (1, 4, 1), cluster=cluster, **options)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_program_for_a_cluster_fits_where_a_cut_does(chunks: int) -> None:
-    free = max(compile_heavy(None, chunks).simulate(LAPTOP).memory_bytes)
-    cluster = with_memory(0.94 * free)
+@pytest.mark.parametrize(("chunks", "graphs"), [(1, False), (2, False), (2, True)])
+def test_a_program_for_a_cluster_fits_where_a_cut_does(chunks: int, graphs: bool) -> None:
+    device = replace(LAPTOP.device, graphed_launch_seconds=1e-6 * graphs)
+    free = max(compile_heavy(None, chunks).simulate(replace(LAPTOP, device=device)).memory_bytes)
+    cluster = replace(LAPTOP, device=replace(device, memory_bytes=0.94 * free))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compile_heavy(cluster, chunks).simulate(cluster).fits

@@ -181,7 +181,7 @@ def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
     assert sum(estimate.breakdown.values()) == pytest.approx(estimate.step_seconds)
 
 
-def test_an_estimate_counts_the_launches_of_graphs() -> None:
+def test_an_estimate_counts_the_launches_and_slots_of_graphs() -> None:
     """Once for each stage and direction, which here take nearly all the time."""
     device = replace(SELENE.device, launch_seconds=0.1, graphed_launch_seconds=1e-6)
     cluster, candidate = replace(SELENE, device=device), Candidate(1, 2, 1, 2, 4, 1, "none", "1f1b")
@@ -189,6 +189,9 @@ def test_an_estimate_counts_the_launches_of_graphs() -> None:
     simulated = autoptd.compile(make_gpt(), **candidate.options).simulate(cluster)
     assert estimate.step_seconds == pytest.approx(simulated.step_seconds, rel=1e-3)
     assert simulated.step_seconds == pytest.approx((4 + 1) * 2 * 0.1, rel=0.01)
+    assert estimate.memory_bytes == pytest.approx(simulated.memory_bytes, rel=0.05)
+    unlike = Estimator(make_gpt(), SELENE, 2).estimate(candidate).memory_bytes
+    assert estimate.memory_bytes[0] > unlike[0]
 
 
 class Idle(nn.Module):

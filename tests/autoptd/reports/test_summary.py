@@ -101,7 +101,11 @@ def test_gradients_summed_over_tensor_ranks_are_named() -> None:
         parameters[name] = replace(
             parameters[name], placement=parameters[name].placement.with_partial_gradient("tensor")
         )
-    text = summarize(Overview.of(replace(program.manifest, parameters=parameters), program.stages, (), ""))
+    text = summarize(
+        Overview.of(
+            replace(program.manifest, parameters=parameters), program.stages, program.schedule, (), ""
+        )
+    )
     assert "once a step: the gradients of wte.weight, wpe.weight, h.0.ln_1.weight and 2 more" in text
 
 

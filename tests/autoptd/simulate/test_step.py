@@ -26,9 +26,10 @@ from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.passes.cost.work import backward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.program import Stage, recomputed_groups
+from autoptd.reports.summary import format_bytes
 from autoptd.runtime import collectives
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.schedule import COMPUTING, Kind, make_schedule
+from autoptd.runtime.program.schedule import COMPUTING, Kind, assign_slots, make_schedule
 from autoptd.simulate.stage_times import WorkTimes
 from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.svg import box_colours, write_svg
@@ -294,13 +295,16 @@ def test_memory_in_flight_is_the_ledgers(schedule: str) -> None:
     program = compile_gpt((1, p, 1), num_microbatches=m, num_model_chunks=1, schedule=schedule)
     simulated = program.simulate(SELENE)
     # One microbatch's gradients live beside it.
-    working = [max(differentiated(program, index)) for index in range(p)]
+    beside = [working(program, index) for index in range(p)]
     boundary = 2 * B * LENGTH * HIDDEN
     for rank, own in enumerate(kept(program)):
         owned = [program.manifest.parameters[n] for n in program.manifest.stages[rank].parameters]
         static = sum(p.bytes * (9 if p.kind == "parameter" else 1) for p in owned)
         flying = (p - rank if schedule == "1f1b" else m) * own
-        least = static + flying + working[rank]
+        static += (
+            flying // own * sum(b.bytes for b in program.manifest.stages[rank].sends)
+        )  # gradients, in slots
+        least = static + flying + beside[rank]
         course = simulated.memory[rank]
         end = simulated.timeline[rank][-1].end
         # Beside it at most the buffers of receives that are posted early.
@@ -310,15 +314,48 @@ def test_memory_in_flight_is_the_ledgers(schedule: str) -> None:
         assert all(one[0] <= other[0] for one, other in pairwise(course))
 
 
+def working(program: autoptd.CompiledProgram, index: int) -> int:
+    """The most bytes that the backward of a stage holds besides what is kept."""
+    stage = program.stages[index]
+    ledger, trained = Ledger(stage, program.mesh), find_trained(stage)
+    again = {node: count_bytes(ledger.saved(group)) for group in ledger.groups for node in group}
+    return max(ledger.differentiated(node, trained) + again.get(node, 0) for node in ledger.nodes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((1, 1, 1), {"num_microbatches": 2, "recompute": "full"}),
+        ((1, 2, 1), {"num_microbatches": 4, "num_model_chunks": 2}),
+        ((2, 2, 1), {"num_microbatches": 3, "num_model_chunks": 1, "schedule": "gpipe"}),
+    ],
+    ids=str,
+)
+def test_slots_with_graphs_hold_their_memory_all_the_time(
+    mesh: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    program, p = compile_gpt(mesh, **options), mesh[1]
+    device = replace(SELENE.device, graphed_launch_seconds=1e-6)
+    plain, graphed = (program.simulate(replace(SELENE, device=one)) for one in (SELENE.device, device))
+    pools, gradients = [0] * p, [0] * p
+    for index, interface in enumerate(program.manifest.stages):
+        count = len({*assign_slots(program.schedule[index % p])[index].values()})
+        pools[index % p] += count * (kept(program)[index] + working(program, index))
+        gradients[index % p] += count * sum(boundary.bytes for boundary in interface.sends)
+    held = program.overview.slot_bytes
+    assert held == tuple(map(sum, zip(pools, gradients, strict=True)))
+    assert f"hold at most {format_bytes(max(held))} all the time" in str(program)
+    assert held[graphed.memory_bytes.index(max(graphed.memory_bytes))] == graphed.held_bytes["slots"]
+    assert graphed.held_bytes["activations"] == 0
+    for pool, before, course in zip(pools, plain.memory, graphed.memory, strict=True):
+        assert min(size for _, size in course) == course[-1][1] == before[-1][1] + pool
+        more = max(size for _, size in course) - max(size for _, size in before)
+        assert more > 0 if p > 1 else more == 0  # a single slot's backward is all there is
+
+
 def test_recomputation_holds_one_group_at_a_time() -> None:
     program = compile_gpt((1, 1, 1), dtype=torch.float32, num_microbatches=2, recompute="full")
-    ledger = Ledger(program.stages[0], program.mesh)
-    groups = recomputed_groups(program.stages[0].graph)
-    trained = find_trained(program.stages[0])
-    largest = max(
-        count_bytes(ledger.saved(group)) + max(ledger.differentiated(node, trained) for node in group)
-        for group in groups
-    )
+    largest = working(program, 0)
     assert largest > max(differentiated(program, 0))
     simulated = program.simulate(SELENE)
     assert simulated.held_bytes["activations"] == kept(program)[0] + largest

@@ -16,7 +16,7 @@ from autoptd.passes.cost.schedule_times import (
     walk,
     walking_order,
 )
-from autoptd.runtime.program.schedule import COMPUTING, Kind, Schedule, make_schedule
+from autoptd.runtime.program.schedule import COMPUTING, Kind, Schedule, assign_slots, make_schedule
 
 SHAPES = [
     *(("1f1b", p, m, 1) for p, m in ((1, 3), (4, 2), (4, 9))),
@@ -45,6 +45,8 @@ def test_a_rank_holds_most_at_one_of_the_moments(shape: tuple[str, int, int, int
         size = [generator.choice((0, 1, 2, 50)) for _ in range(p * v)]
         for rank, most in enumerate(held_bytes(schedule, size)):
             assert most == max(sum(row[k] * size[k] for k in range(rank, p * v, p)) for row in moments)
+    slots = [{*assign_slots(schedule[k % p])[k].values()} for k in range(p * v)]
+    assert live_microbatches(schedule, p * v, lasting=True) == [list(map(len, slots))]
 
 
 def test_few_moments_are_enough() -> None:
