@@ -54,7 +54,7 @@ class StageTimes(WorkTimes):
     """One stage on one microbatch, with its messages.
 
     All are by the kind that computes: `gather` is the all-gather of what arrives in pieces (SC21 §4.1), `send` the
-    message that leaves, `arriving` the bytes that a posted receive holds; a slot has as many for gradients.
+    message that leaves, `arriving` the bytes that a posted receive holds. A slot has memory of its own for as many.
     """
 
     gather: Mapping[Kind, float]
@@ -183,7 +183,8 @@ def time_stage(
         send[kind] = cluster.send_seconds(whole + pieces / mesh.tensor, *pair, senders=mesh.tensor)
         gather[kind] = cluster.all_gather_seconds(pieces_in, ranks)
         arriving[kind] = whole_in + pieces_in
-    work = replace(work, slot=work.slot + arriving[Kind.BACKWARD])
+    received = min(work.kept, arriving[Kind.FORWARD])
+    work = replace(work, kept=work.kept - received, slot=work.slot + received + arriving[Kind.BACKWARD])
     return StageTimes(**vars(work), gather=gather, send=send, arriving=arriving)
 
 

@@ -29,7 +29,7 @@ class Simulation:
     is the idle time of the `critical_rank` (the busiest) over its work, as (p - 1)/(v m) is. `breakdown` is that rank's
     step: compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble.
     `memory_bytes` is the peak of each pipeline rank, `memory` its course: (seconds, bytes) pairs. `held_bytes` says
-    what the fullest rank holds at its peak; slots hold gradients of outputs, and with CUDA graphs the activations;
+    what the fullest rank holds at its peak; slots hold received values and gradients, with CUDA graphs all activations;
     buffers are those of receives, and float32 gradients while the optimizer steps.
     """
 

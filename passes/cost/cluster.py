@@ -61,7 +61,7 @@ class Device:
     `memory_efficiency` are the shares that a large GEMM without remainders and a large elementwise kernel reach.
     `vector_flops` is FLOP/s outside GEMMs, which bounds elementwise kernels on CPUs, where memory bounds them on GPUs.
     A GEMM's result is computed in tiles of `tile_rows` x `tile_columns` or their halves, one on each of
-    `multiprocessors` at a time. A launch takes `launch_seconds`, or that of a kernel in a CUDA graph
+    `multiprocessors` at a time. A kernel takes `launch_seconds` besides its work, or one in a CUDA graph
     `graphed_launch_seconds`: then a stage's forward or backward on a microbatch is one graph. 0: the device has none.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,12 +38,10 @@ class Precision:
 
         Raises ValueError for a dtype that is unknown, or too narrow for weights and activations.
         """
-        counts: dict[torch.dtype, int] = {}
-        for stage in stages:
-            for parameter in stage.parameters.values():
-                if parameter.dtype in DTYPES:
-                    counts[parameter.dtype] = counts.get(parameter.dtype, 0) + prod(parameter.shape)
-        own = DTYPES[max(counts, key=counts.__getitem__)] if counts else "fp32"
+        counts: Counter[str] = Counter()
+        for parameter in (p for stage in stages for p in stage.parameters.values() if p.dtype in DTYPES):
+            counts[DTYPES[parameter.dtype]] += prod(parameter.shape)
+        own = max(counts, key=counts.__getitem__, default="fp32")
         wanted = own if dtype is None else dtype
         known = [name for name, size in ITEM_BYTES.items() if size >= LEAST_BYTES]
         if wanted not in known:

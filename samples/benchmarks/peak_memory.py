@@ -150,10 +150,14 @@ def measure_peak(program: autoptd.CompiledProgram, sizes: Sizes, sharded: bool) 
 
 
 def count_live(parallel: Parallel, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of parameters, narrow copies of them, buffers, what the optimizer steps, and its states."""
+    """Bytes of parameters, narrow copies of them, buffers, what the optimizer steps, its states, sums of gradients, and
+    what slots hold all the time."""
     kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     kept += [x for group in optimizer.param_groups for x in group["params"]]
     kept += [*parallel.parameters(), *parallel.buffers(), *parallel._weights.narrow.values()]
+    kept += [x for sums in parallel._weights.sums._memory.sums.values() for x in sums]
+    stages = [stage for shape in parallel._shapes for stage in shape.executor.stages.values()]
+    kept += [x for stage in stages for slot in stage._slots for x in (*slot.values, *slot.gradients)]
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     return sum(held.values())
 
@@ -278,7 +282,8 @@ def main() -> None:
             f"GPT of {sizes.layers} layers, hidden {sizes.hidden}, {sizes.vocabulary} tokens, tied embedding; "
             f"microbatches of {sizes.b} sequences of {sizes.length} tokens; fused AdamW, gradients clipped; optimizer: "
             "its states are each replica's whole, or divided among the replicas",
-            "before: parameters, what the optimizer steps and its states, which live from step to step",
+            "before: what lives from step to step: parameters, what the optimizer steps and its states, sums of "
+            "gradients, and the buffers of slots",
             "live tensors: at most, of what torch's allocator has given out and not got back, temporaries of operators "
             "included, and what the step leaves in memory shared with pipeline neighbours; resident: what was there "
             "before, and by how much the process grew over the step as Linux counts",

@@ -301,10 +301,10 @@ def test_memory_in_flight_is_the_ledgers(schedule: str) -> None:
         owned = [program.manifest.parameters[n] for n in program.manifest.stages[rank].parameters]
         static = sum(p.bytes * (9 if p.kind == "parameter" else 1) for p in owned)
         flying = (p - rank if schedule == "1f1b" else m) * own
-        static += (
-            flying // own * sum(b.bytes for b in program.manifest.stages[rank].sends)
-        )  # gradients, in slots
-        least = static + flying + beside[rank]
+        interface, count = program.manifest.stages[rank], flying // own
+        received = sum(b.bytes for b in interface.receives)
+        static += count * (received + sum(b.bytes for b in interface.sends))  # in slots
+        least = static + flying - count * received + beside[rank]
         course = simulated.memory[rank]
         end = simulated.timeline[rank][-1].end
         # Beside it at most the buffers of receives that are posted early.
@@ -337,13 +337,14 @@ def test_slots_with_graphs_hold_their_memory_all_the_time(
     program, p = compile_gpt(mesh, **options), mesh[1]
     device = replace(SELENE.device, graphed_launch_seconds=1e-6)
     plain, graphed = (program.simulate(replace(SELENE, device=one)) for one in (SELENE.device, device))
-    pools, gradients = [0] * p, [0] * p
+    pools, buffers = [0] * p, [0] * p
     for index, interface in enumerate(program.manifest.stages):
         count = len({*assign_slots(program.schedule[index % p])[index].values()})
-        pools[index % p] += count * (kept(program)[index] + working(program, index))
-        gradients[index % p] += count * sum(boundary.bytes for boundary in interface.sends)
+        received = sum(boundary.bytes for boundary in interface.receives)
+        pools[index % p] += count * (kept(program)[index] - received + working(program, index))
+        buffers[index % p] += count * (received + sum(boundary.bytes for boundary in interface.sends))
     held = program.overview.slot_bytes
-    assert held == tuple(map(sum, zip(pools, gradients, strict=True)))
+    assert held == tuple(map(sum, zip(pools, buffers, strict=True)))
     assert f"hold at most {format_bytes(max(held))} all the time" in str(program)
     assert held[graphed.memory_bytes.index(max(graphed.memory_bytes))] == graphed.held_bytes["slots"]
     assert graphed.held_bytes["activations"] == 0
