@@ -14,7 +14,6 @@ from autoptd.passes.ir.nodes import arguments_of
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.runtime.comm.trace import TimelineEntry
-from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, last_gradients
@@ -118,14 +117,12 @@ class States:
             "optimizer": states / max(self.shards, 1),
         }
 
-    def scattered(self, elements: float) -> tuple[float, float]:
-        """Return the bytes of the sums of `elements` that are scattered together, and of the bucket they pass through.
+    def scattered(self, elements: float, copied: bool) -> float:
+        """Return the bytes of the sums of `elements` that are scattered; gloo sums what it has `copied`.
 
         One replica has no sums besides its gradients.
         """
-        gradients = elements * self.gradient
-        sums = gradients / self.shards if self.shards > 1 else 0.0
-        return sums, min(gradients, BUCKET_BYTES) if self.shards else 0.0
+        return elements * self.gradient * (1 / self.shards + copied) if self.shards > 1 else 0.0
 
     def copied(self, owned: Owned) -> float:
         """Return the bytes of the float32 copies of narrow gradients while the optimizer steps."""
@@ -153,12 +150,12 @@ def trace_memory(
     actions: Sequence[Action],
     entries: Sequence[TimelineEntry],
     times: Sequence[StageTimes],
-    scattered: Mapping[int, tuple[float, float]],
+    scattered: Mapping[int, float],
 ) -> Iterator[tuple[float, float, float]]:
     """Yield (seconds, activation bytes, buffer bytes) at every change of the schedule.
 
     A posted receive holds its buffers until it is used, a forward what the stage keeps for its backward, and a
-    backward what it computes again. After a stage's last one its gradients are `scattered`, see `States.scattered`.
+    backward what it computes again. After a stage's last one its gradients are `scattered`, into so many bytes.
     """
     ends = last_gradients(actions)
     computed = (entry for entry in entries if entry.action.kind.computes)
@@ -178,8 +175,6 @@ def trace_memory(
                 activations -= own.kept
             buffers -= own.arriving[kind]
             now = entry.end
-            if ends.get(stage) == position and stage in scattered:
-                sums, bucket = scattered[stage]
-                buffers += sums
-                yield now, activations, buffers + bucket
+            if ends.get(stage) == position:
+                buffers += scattered.get(stage, 0.0)
             yield now, activations, buffers

@@ -148,7 +148,8 @@ def simulate_times(
     breakdown["bubble"] = step - sum(breakdown.values())
     slots = add_up_slots(schedule, [time.slot for time in times])
     static = [states.held(own) | {"slots": size} for own, size in zip(owned, slots, strict=True)]
-    courses = _trace_courses(schedule, timeline, times, owned, phases, states)
+    copied = cluster.device.multiprocessors == 1  # processes on CPUs have gloo
+    courses = _trace_courses(schedule, timeline, times, owned, phases, states, copied)
     peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
     memory = [
         {**held, "activations": activations, "buffers": buffers}
@@ -183,18 +184,17 @@ def _trace_courses(
     owned: Sequence[Owned],
     phases: Iterable[Phase],
     states: States,
+    copied: bool,
 ) -> list[list[tuple[float, float, float]]]:
     """Return the memory of each rank besides its states, in the schedule (see `trace_memory`) and the `phases`."""
     courses = []
     for actions, row, own in zip(schedule, timeline, owned, strict=True):
-        scattered = {stage: states.scattered(size) for stage, size in own.after.items()}
+        scattered = {stage: states.scattered(size, copied) for stage, size in own.after.items()}
         courses.append(list(trace_memory(actions, row, times, scattered)))
     for phase in phases:
         own = owned[phase.rank]
-        held = states.copied(own)
-        if phase.name != "optimizer":
-            late = (states.scattered(size)[1] for size in own.tied.values())
-            held = states.scattered(own.trained)[0] + max(late, default=0.0)
+        stepping = phase.name == "optimizer"
+        held = states.copied(own) if stepping else states.scattered(own.trained, copied)
         courses[phase.rank] += [(phase.start, 0.0, held), (phase.end, 0.0, 0.0)]
     return courses
 

@@ -155,7 +155,8 @@ def count_live(parallel: Parallel, optimizer: torch.optim.Optimizer) -> int:
     kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     kept += [x for group in optimizer.param_groups for x in group["params"]]
     kept += [*parallel.parameters(), *parallel.buffers(), *parallel._weights.narrow.values()]
-    kept += [x for sums in parallel._weights.sums._memory.sums.values() for x in sums]
+    sums = parallel._weights.sums._memory
+    kept += [*(bucket.flat for bucket in sums), *(x for later in sums.further.values() for x in later)]
     stages = [stage for shape in parallel._shapes for stage in shape.executor.stages.values()]
     kept += [x for stage in stages for slot in stage._slots for x in (*slot.values, *slot.gradients)]
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
