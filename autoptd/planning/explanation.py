@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -129,18 +130,9 @@ def explain_program(
     reordered = manifest.mesh.ranks is not None
     changes: tuple[Change, ...] = (Change("other settings", refused=REORDERED if reordered else UNKNOWN),)
     if model is not None and options is not None and not reordered:
-        estimator = Estimator(
-            model,
-            simulation.cluster,
-            manifest.mesh.size,
-            simulation.dtype,
-            training,
-            example_inputs=make_example(manifest),
-            loss_fn=loss_fn,
-            scatter_gather=manifest.scatter_gather,
-            options=options,
-            search=True,
-        )
+        known = model, simulation.cluster, manifest.mesh.size, simulation.dtype, training
+        given: Any = {"example_inputs": make_example(manifest), "loss_fn": loss_fn, "options": options}
+        estimator = Estimator(*known, **given, scatter_gather=manifest.scatter_gather, search=True)
         changes = tuple(_change(manifest, options.recompute, estimator, simulation))
     return Explanation(
         simulation,

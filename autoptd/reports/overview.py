@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch import fx
-
 from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.cost.work import backward_work, forward_work
@@ -182,11 +180,9 @@ def _crossing(boundary: Boundary, manifest: Manifest) -> int:
 
 
 def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communication:
-    nodes: list[fx.Node] = []
-    repeated: set[fx.Node] = set()
-    if manifest.mesh.tensor > 1:
-        nodes = [node for stage in stages for node in stage.graph.nodes]
-        repeated = {node for stage in stages for node in find_repeated(stage, manifest.mesh)}
+    divided = stages if manifest.mesh.tensor > 1 else ()
+    nodes = [node for stage in divided for node in stage.graph.nodes]
+    repeated = {node for stage in divided for node in find_repeated(stage, manifest.mesh)}
     reductions = [node for node in nodes if node.target is collectives.reduce_from_tensor]
     copies = [node for node in nodes if has_trait(node, Trait.SUMS_GRADIENTS)]
     again = [forward_work(node).reduced for node in reductions if node in repeated]

@@ -55,10 +55,9 @@ def freeze_others(parameters: Mapping[str, Parameter], reached: Container[str]) 
 
 def count_owned(manifest: Manifest, rank: int) -> Owned:
     """Count the elements that a pipeline rank owns; a parameter of several of its stages counts once."""
-    first: dict[str, int] = {}  # of a rank's stages the first is the last to run backwards
-    for stage in manifest.stages[rank :: manifest.mesh.pipeline]:
-        for name in stage.parameters:
-            first.setdefault(name, stage.index)
+    own = manifest.stages[rank :: manifest.mesh.pipeline]
+    # Of a rank's stages the first is the last to run backwards.
+    first = {name: stage.index for stage in reversed(own) for name in stage.parameters}
     elements = fixed = trained = partial = 0
     tied: dict[tuple[int, ...], int] = {}
     after: dict[int, int] = {}

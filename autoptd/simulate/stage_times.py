@@ -77,11 +77,9 @@ def time_stages(
     cluster.device.peak(precision.dtype)
     mesh = manifest.mesh
     durations = [Durations(cluster, mesh, precision, overlap, rank) for rank in range(mesh.pipeline)]
-    found = []
-    for index, calls in enumerate(list_calls(stages, mesh)):
-        times = add_up(calls, durations[index % mesh.pipeline]).launched_on(cluster.device)
-        found.append(time_stage(manifest, index, times, cluster, precision))
-    return tuple(found)
+    worked = enumerate(list_calls(stages, mesh))
+    times = [add_up(calls, durations[i % mesh.pipeline]).launched_on(cluster.device) for i, calls in worked]
+    return tuple(time_stage(manifest, i, work, cluster, precision) for i, work in enumerate(times))
 
 
 @dataclass(frozen=True)
