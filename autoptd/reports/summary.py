@@ -113,7 +113,7 @@ def describe_all(program: Overview) -> Iterator[str]:
             + "; the loss reduces three numbers a token" * communication.loss
         )
     yield from describe_sums(program)
-    size = format_bytes(most := max(program.slot_bytes))
+    size = write_bytes(most := max(program.slot_bytes))
     rank = program.slot_bytes.index(most)
     yield f"CUDA graphs: slots of microbatches in flight hold at most {size} all the time, on pipeline rank {rank}"
 

@@ -26,13 +26,13 @@ from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.passes.cost.work import backward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.program import Stage, recomputed_groups
-from autoptd.reports.summary import format_bytes
 from autoptd.runtime import collectives
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Kind, assign_slots, make_schedule
 from autoptd.simulate.stage_times import WorkTimes
 from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.svg import box_colours, write_svg
+from autoptd.text.comments import write_bytes
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
 from tests.models import MIDDLE, compile_tiny, make_gpt, tiny
@@ -345,7 +345,7 @@ def test_slots_with_graphs_hold_their_memory_all_the_time(
         buffers[index % p] += count * (received + sum(boundary.bytes for boundary in interface.sends))
     held = program.overview.slot_bytes
     assert held == tuple(map(sum, zip(pools, buffers, strict=True)))
-    assert f"hold at most {format_bytes(max(held))} all the time" in str(program)
+    assert f"hold at most {write_bytes(max(held))} all the time" in str(program)
     assert held[graphed.memory_bytes.index(max(graphed.memory_bytes))] == graphed.held_bytes["slots"]
     assert graphed.held_bytes["activations"] == 0
     for pool, before, course in zip(pools, plain.memory, graphed.memory, strict=True):
