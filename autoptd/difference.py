@@ -57,8 +57,7 @@ def _describe(given: object) -> dict[str, object]:
         found = _describe_program(given)
     else:
         raise TypeError(f"diff compares plans and programs, not a {type(given).__name__}")
-    mesh = found.pop("mesh")
-    return {"mesh": str(mesh), **found}
+    return found | {"mesh": str(found["mesh"])}
 
 
 def _describe_program(program: CompiledProgram) -> dict[str, object]:

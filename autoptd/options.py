@@ -47,9 +47,8 @@ def read_mesh(mesh: object) -> Mesh:
         raise ValueError(
             f"mesh has {len(entries)} entries {entries}; expected three: (tensor, pipeline, data), e.g. mesh=(2, 2, 2)"
         )
-    for position, (axis, entry) in enumerate(zip(AXES, entries, strict=True)):
-        if isinstance(entry, bool) or not isinstance(entry, int) or entry < 1:
-            raise ValueError(f"mesh entry {position} ({axis}) is {entry!r}; expected a positive integer")
+    named = enumerate(zip(AXES, entries, strict=True))
+    check_counts(**{f"mesh entry {position} ({axis})": entry for position, (axis, entry) in named})
     return Mesh(*entries)
 
 

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from autoptd.runtime.user_warnings import warn_caller
 
-# From the first to the last version, (major, minor).
-TESTED = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (3, 9))}
+# The first and the last version, major.minor.
+TESTED = {"torch": ("2.11", "2.14"), "triton": ("3.6", "3.9")}
 
 
 def read_versions() -> dict[str, str]:
@@ -27,16 +27,12 @@ def warn_untested(versions: Mapping[str, str]) -> None:
     """Warn of each package whose version is outside the tested range: what is found, the range, how to proceed."""
     for name, found in versions.items():
         first, last = TESTED[name]
-        number = re.match(r"(\d+)\.(\d+)", found)
-        if number and first <= (int(number[1]), int(number[2])) <= last:
+        ascending = [[int(number) for number in re.findall(r"\d+", own)[:2]] for own in (first, found, last)]
+        if ascending == sorted(ascending):
             continue
-        tested = f"{_write(first)} to {_write(last)}" if first != last else _write(first)
+        tested = f"{first} to {last}" if first != last else first
         warn_caller(
             f"{name} {found} is not among the versions autoptd is tested with ({tested}): install "
-            f'"{name}=={_write(last)}.*", or run autoptd\'s tests and program.verify() here before you trust a long '
+            f'"{name}=={last}.*", or run autoptd\'s tests and program.verify() here before you trust a long '
             "run to it"
         )
-
-
-def _write(number: tuple[int, int]) -> str:
-    return f"{number[0]}.{number[1]}"

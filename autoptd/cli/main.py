@@ -18,15 +18,8 @@ from rich.console import Console
 
 from autoptd.calibration.fit import calibrate
 from autoptd.check.program import ProgramError
+from autoptd.cli import tables
 from autoptd.cli.model_path import make_model
-from autoptd.cli.tables import (
-    open_console,
-    print_cluster,
-    print_lines,
-    print_overview,
-    print_plans,
-    print_simulation,
-)
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.loading import load
@@ -57,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             print(json.dumps(found.value, indent=2))
         else:
-            found.show(open_console())
+            found.show(tables.open_console())
         sys.stdout.flush()
     except (ValueError, TypeError, FloatingPointError, OSError, ProgramError) as error:
         if not isinstance(error, BrokenPipeError):  # `| head` has read enough
@@ -86,7 +79,7 @@ def _plan(args: argparse.Namespace) -> Outcome:
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])
     found = [{"mesh": mesh, **asdict(own)} for mesh, own in zip(meshes, plans, strict=True)]
-    return Outcome(found[: args.top], lambda console: print_plans(console, plans, args.top, command))
+    return Outcome(found[: args.top], lambda console: tables.print_plans(console, plans, args.top, command))
 
 
 def _compile(args: argparse.Namespace) -> Outcome:
@@ -103,7 +96,7 @@ def _inspect(args: argparse.Namespace) -> Outcome:
 
 
 def _describe_program(program: CompiledProgram) -> Outcome:
-    return Outcome(asdict(program.overview), lambda console: print_overview(console, program.overview))
+    return Outcome(asdict(program.overview), lambda console: tables.print_overview(console, program.overview))
 
 
 def _simulate(args: argparse.Namespace) -> Outcome:
@@ -115,7 +108,9 @@ def _simulate(args: argparse.Namespace) -> Outcome:
         simulation.save_trace(args.trace)
     if args.svg:
         simulation.save_svg(args.svg)
-    return Outcome(_describe_simulation(simulation), lambda console: print_simulation(console, simulation))
+    return Outcome(
+        _describe_simulation(simulation), lambda console: tables.print_simulation(console, simulation)
+    )
 
 
 def _verify(args: argparse.Namespace) -> Outcome:
@@ -126,7 +121,7 @@ def _verify(args: argparse.Namespace) -> Outcome:
         model = make_model(args.model, "cpu")
     report = program.verify(model=model, weights="random", seed=args.seed or 0)
     found, lines = _describe_verified(report), str(report).splitlines()
-    return Outcome(found, lambda console: print_lines(console, lines), int(not report.passed))
+    return Outcome(found, lambda console: tables.print_lines(console, lines), int(not report.passed))
 
 
 def _describe_verified(report: Report) -> dict[str, Any]:
@@ -163,7 +158,7 @@ def _report(args: argparse.Namespace) -> Outcome:
     size, simulated = args.output.stat().st_size, _describe_simulation(simulation)
     return Outcome(
         {"path": str(args.output), "bytes": size, "simulation": simulated},
-        lambda console: print_lines(console, [f"{args.output}: {size:,} bytes; open it in a browser"]),
+        lambda console: tables.print_lines(console, [f"{args.output}: {size:,} bytes; open it in a browser"]),
     )
 
 
@@ -171,7 +166,7 @@ def _calibrate(args: argparse.Namespace) -> Outcome:
     """Measure this machine: a cluster for the other commands, in a .toml file."""
     _check_files(args.output)
     cluster = calibrate(args.output, **_given(args, calibrate))
-    return Outcome(asdict(cluster), lambda console: print_cluster(console, cluster))
+    return Outcome(asdict(cluster), lambda console: tables.print_cluster(console, cluster))
 
 
 def _load(folder: Path) -> CompiledProgram:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from autoptd.capture.example_inputs import Examples
-from autoptd.capture.fake_module import copy_structure, make_mode, make_skeleton, run_without_data
+from autoptd.capture.fake_module import copy_structure, make_mode, make_skeleton, make_twin, run_without_data
 
 KEPT = 4  # layers: the first and last, which may differ in the graph, and two of the others
 OWN = ("_parameters", "_buffers", "_modules")  # attributes of a module whose contents are compared
@@ -31,7 +31,7 @@ def shorten_model(model: nn.Module, examples: Examples) -> tuple[nn.Module, int]
     name, layers = max(lists, key=lambda named: sum(p.numel() for p in named[1].parameters()))
     if _is_tied(model, layers) or not _are_equal(layers) or not _uses_alike(model, name, examples):
         return model, 0
-    copy = copy_structure(model, _twin)
+    copy = copy_structure(model, lambda x: make_twin(x) if isinstance(x, nn.Parameter) else x)
     short = copy.get_submodule(name)
     assert isinstance(short, nn.ModuleList)
     del short[KEPT:]
@@ -112,10 +112,3 @@ def _call(
             return result
     results.append((given, forward(*args, **kwargs)))
     return results[-1][1]
-
-
-def _twin(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, nn.Parameter):
-        shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-        return nn.Parameter(shape, requires_grad=tensor.requires_grad)
-    return tensor

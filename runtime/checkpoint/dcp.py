@@ -16,6 +16,7 @@ from autoptd.runtime.checkpoint.error import CheckpointError
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.user_warnings import warn_caller
+from autoptd.runtime.weights.slices import saved_names
 
 _INDEX = ".metadata"
 _PREFIXES = ("", "model.", "module.", "state_dict.", "model.module.")
@@ -76,7 +77,7 @@ def read_foreign(
 
 
 def _find_prefix(manifest: Manifest, stored: Mapping[str, object], folder: Path) -> str:
-    names = [name for name in manifest.parameters if manifest.is_saved(name)]
+    names = saved_names(manifest)
     missing = {prefix: [n for n in names if prefix + n not in stored] for prefix in _PREFIXES}
     prefix = min(_PREFIXES, key=lambda p: len(missing[p]))
     if missing[prefix]:

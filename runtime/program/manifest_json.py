@@ -30,11 +30,10 @@ def write_fields(fields: Mapping[str, Any]) -> str:
     lines = []
     for name, value in fields.items():
         if isinstance(value, (dict, list)) and value and name != "mesh":
-            opening, closing = "[]"
-            rows = [json.dumps(item) for item in (value.values() if isinstance(value, dict) else value)]
+            (opening, closing), rows = "[]", [json.dumps(item) for item in value]
             if isinstance(value, dict):
                 opening, closing = "{}"
-                rows = [f"{json.dumps(key)}: {row}" for key, row in zip(value, rows, strict=True)]
+                rows = [f"{key}: {json.dumps(item)}" for key, item in zip(rows, value.values(), strict=True)]
             text = f"{opening}\n  " + ",\n  ".join(rows) + f"\n {closing}"
         else:
             text = json.dumps(value)

@@ -36,7 +36,7 @@ def test_the_torch_version_read_is_torchs_own() -> None:
 def test_the_compiler_warns_once_when_it_is_imported() -> None:
     code = (
         "import warnings, autoptd.versions as v\n"
-        "v.TESTED['torch'] = ((1, 0), (1, 5))\n"
+        "v.TESTED['torch'] = ('1.0', '1.5')\n"
         "with warnings.catch_warnings(record=True) as seen:\n"
         "    warnings.simplefilter('always')\n"
         "    import autoptd; autoptd.compile; autoptd.load\n"
