@@ -292,7 +292,6 @@ _ADDED_NORMS: Mapping[Any, Any] = {
     kernels.rms_norm: kernels.add_rms_norm,
 }
 
-_LINEAR = (aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default)
 _FUSED = [getattr(k, "default", k) for k, rules in OPERATORS.items() if Trait.FUSED_ATTENTION & rules.traits]
 RULES: Sequence[Rule] = (
     (ANALYTIC, match_activation),
@@ -310,7 +309,7 @@ RULES: Sequence[Rule] = (
     ((kernels.dropout,), _dropout_bias),
     (_ADDED_NORMS, _norm_before_reshape),
     (_ADDED_NORMS, _add_norm),
-    (_LINEAR, _half_linear),
+    ((aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default), _half_linear),
     ((aten.embedding.default,), _half_embedding),
 )
 _WHOLE_LOSS: Rule = ((aten.cross_entropy_loss.default,), matches.match_whole_loss)
