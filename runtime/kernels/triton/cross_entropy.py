@@ -9,12 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, plan_rows
+from autoptd.runtime.kernels.triton import tiles
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, round_up
 
 
 def cross_entropy_statistics(logits: Tensor, own: int, trains: bool, results: tuple[Tensor, Tensor]) -> None:
     logits = _lay_out(logits)
-    columns = plan_rows(*logits.shape)["COLUMNS"]
+    columns = min(round_up(logits.shape[1]), tiles.TILE)
     largest, total = results[0].unbind()
     launch(
         _sum_exponentials, (logits.shape[0],), logits, largest, total, own, logits.stride(0),
@@ -27,7 +28,7 @@ def cross_entropy_rows_backward(
 ) -> None:
     logits = _lay_out(logits)
     count, width = logits.shape
-    columns = plan_rows(count, width)["COLUMNS"]
+    columns = min(round_up(width), tiles.TILE)
     largest, _, total, _ = rows.unbind()
     launch(
         _differentiate, (count, divide_up(width, columns)),

@@ -1,8 +1,8 @@
 """Scale, mask, softmax and keyed dropout in Triton, forward and backward.
 
-A program holds a tile of rows. They are read once, but in forward those wider than a tile twice, the second time from
-the cache. What a causal row may not see is not read, but for the rest of a 16-byte word. To draw its mask takes longer
-than to read it: backward draws blocks of a row, as far as it sees.
+A program holds a tile of rows in registers, and reads them once. What a causal row may not see is not read, but for
+the rest of a 16-byte word. To draw its mask takes longer than to read it: backward draws blocks of a row, as far as it
+sees.
 """
 
 # Inside @triton.jit nothing but constants may be annotated.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, plan_rows, round_up
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, round_up
 
 BLOCKS = 4  # of a causal row in backward
 BLOCK_WARPS = 4  # so that a thread has 8 elements of a block: those of one Philox counter
@@ -43,12 +43,9 @@ def scaled_softmax(
         view = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(scores.shape)
         view = view[None] if view.dim() == 2 else view
         sizes, strides = tuple(view.shape[:-2]), view.stride()
-    width = scores.shape[-1]
-    tile = plan_rows(scores.numel() // width, width)
     _launch(
-        _normalize, scores, (key, moment, p), *lay_out(scores), view, weights, softmax if key else None, scale,
-        sizes, strides, ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal,
-        WHOLE=width <= tile["COLUMNS"], **tile
+        _normalize, scores, (key, moment, p), 1, *lay_out(scores), view, weights, softmax if key else None, scale,
+        sizes, strides, ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
     )  # fmt: skip
 
 
@@ -63,79 +60,59 @@ def scaled_softmax_backward(
     moment: Tensor | None,
     result: Tensor,
 ) -> None:
-    width = round_up(softmax.shape[-1])
-    blocks, warps = (BLOCKS, BLOCK_WARPS) if is_causal and width >= 8 * BLOCKS else (1, ROW_WARPS)
+    blocks = BLOCKS if is_causal and softmax.shape[-1] > 4 * BLOCKS else 1
     _launch(
-        _differentiate, softmax, (key, moment, p), *lay_out(gradient, softmax), result, scale, CAUSAL=is_causal,
-        WIDE=softmax.numel() >= tiles.WIDE_FROM, BLOCKS=blocks, ROWS=max(1, tiles.TILE // width),
-        COLUMNS=width // blocks, num_warps=min(32, max(warps, width // 1024))
+        _differentiate, softmax, (key, moment, p), blocks, *lay_out(gradient, softmax), result, scale,
+        CAUSAL=is_causal, BLOCKS=blocks
     )  # fmt: skip
 
 
 def _launch(
-    kernel: Any, x: Tensor, dropout: tuple[Any, Any, float], *arguments: Any, **constants: Any
+    kernel: Any, x: Tensor, dropout: tuple[Any, Any, float], blocks: int, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys]."""
+    """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys], each in so many `blocks`."""
     length, width = x.shape[-2:]
-    rows = x.numel() // width
+    rows, extent = x.numel() // width, round_up(width)
+    height, warps = max(1, tiles.TILE // extent), ROW_WARPS if blocks == 1 else BLOCK_WARPS
     launch(
-        kernel, (divide_up(rows, constants["ROWS"]),), *arguments, rows, length, width,
-        **dropout_arguments(*dropout, x), **constants, enable_fp_fusion=True
+        kernel, (divide_up(rows, height),), *arguments, rows, length, width, **dropout_arguments(*dropout, x),
+        **constants, WIDE=x.numel() >= tiles.WIDE_FROM, ROWS=height, COLUMNS=extent // blocks,
+        num_warps=min(32, max(warps, extent // 1024)), enable_fp_fusion=True
     )  # fmt: skip
 
 
 @triton.jit
 def _normalize(
     scores, mask, weights, softmax, scale, sizes, strides, rows, length, width, dropout, ADDED: tl.constexpr,
-    CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row, query, end, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)
-    masks = mask
+    row, query, _, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)
+    column, inside, seen = _limit(row, query, 0, rows, width, CAUSAL, COLUMNS)
+    value = tl.load(scores + first + column, inside, 0.0).to(tl.float32) * scale
+    value = tl.where(seen, value, -float("inf"))
     if mask is not None:
         group = row // length
         offset = query * strides[-2]
         for dim in tl.static_range(len(sizes) - 1, -1, -1):
             offset += (group % sizes[dim] if dim > 0 else group) * strides[dim]
             group = group // sizes[dim]
-        masks += offset[:, None]
-    if WHOLE:
-        value, seen = _read(
-            scores, masks, row, query, first, 0, rows, width, scale, strides, ADDED, CAUSAL, COLUMNS
-        )
-        sees = tl.max(seen.to(tl.int32), 1)
-        largest = tl.max(value, 1)
-        power = tl.exp(value - tl.where(largest == -float("inf"), 0.0, largest)[:, None])
-        share = 1.0 / tl.sum(power, 1)
-        result = tl.where((sees > 0)[:, None], power * share[:, None], 0.0)
-        _write(weights, softmax, result, first, 0, row, rows, width, dropout, ALIGNED, COLUMNS)
-    else:
-        sees = tl.zeros([ROWS], tl.int32)
-        largest = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for start in range(0, end, COLUMNS):
-            value, seen = _read(
-                scores, masks, row, query, first, start, rows, width, scale, strides, ADDED, CAUSAL, COLUMNS
-            )
-            sees = tl.maximum(sees, tl.max(seen.to(tl.int32), 1))
-            raised = tl.maximum(largest, tl.max(value, 1))
-            # A maximum that is -inf so far gives exp(-inf), not exp(-inf + inf).
-            level = tl.where(raised == -float("inf"), 0.0, raised)
-            total = total * tl.exp(largest - level) + tl.sum(tl.exp(value - level[:, None]), 1)
-            largest = raised
-        level = tl.where(largest == -float("inf"), 0.0, largest)[:, None]
-        share = (1.0 / total)[:, None]
-        for start in range(0, end, COLUMNS):
-            value, seen = _read(
-                scores, masks, row, query, first, start, rows, width, scale, strides, ADDED, CAUSAL, COLUMNS
-            )
-            result = tl.where((sees > 0)[:, None], tl.exp(value - level) * share, 0.0)
-            _write(weights, softmax, result, first, start, row, rows, width, dropout, ALIGNED, COLUMNS)
-        if CAUSAL:
-            for start in range(tl.cdiv(end, COLUMNS) * COLUMNS, width, COLUMNS):
-                _store(weights, 0.0, first, start, row, rows, width, COLUMNS)
-                if softmax is not None:
-                    _store(softmax, 0.0, first, start, row, rows, width, COLUMNS)
+        at = mask + offset[:, None] + column * strides[-1]
+        if ADDED:
+            added = tl.load(at, inside, -float("inf")).to(tl.float32)
+            value += added
+            seen = added != -float("inf")
+        else:
+            seen = tl.load(at, inside, 0) != 0
+            value = tl.where(seen, value, -float("inf"))
+    sees = tl.max(seen.to(tl.int32), 1)
+    largest = tl.max(value, 1)
+    power = tl.exp(value - tl.where(largest == -float("inf"), 0.0, largest)[:, None])
+    share = 1.0 / tl.sum(power, 1)
+    value = tl.where((sees > 0)[:, None], power * share[:, None], 0.0)
+    if softmax is not None:
+        _store(softmax, value, first, 0, row, rows, width, COLUMNS)
+    value = drop(value, first, dropout, COLUMNS, ALIGNED)
+    _store(weights, value, first, 0, row, rows, width, COLUMNS)
 
 
 @triton.jit
@@ -193,36 +170,6 @@ def _limit(row, query, start, rows, width, CAUSAL: tl.constexpr, COLUMNS: tl.con
         seen = inside & (column <= query[:, None])
         inside = inside & (column // 8 * 8 <= query[:, None])
     return column, inside, seen
-
-
-@triton.jit
-def _read(
-    scores, masks, row, query, first, start, rows, width, scale, strides,
-    ADDED: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Return the scaled and masked scores in float32, -inf where nothing is seen, and which elements are seen."""
-    column, inside, seen = _limit(row, query, start, rows, width, CAUSAL, COLUMNS)
-    value = tl.load(scores + first + column, inside, 0.0).to(tl.float32) * scale
-    value = tl.where(seen, value, -float("inf"))
-    if masks is not None:
-        if ADDED:
-            added = tl.load(masks + column * strides[-1], inside, -float("inf")).to(tl.float32)
-            value += added
-            seen = added != -float("inf")
-        else:
-            seen = tl.load(masks + column * strides[-1], inside, 0) != 0
-            value = tl.where(seen, value, -float("inf"))
-    return value, seen
-
-
-@triton.jit
-def _write(
-    weights, softmax, value, first, start, row, rows, width, dropout, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    if softmax is not None:
-        _store(softmax, value, first, start, row, rows, width, COLUMNS)
-    value = drop(value, first + start, dropout, COLUMNS, ALIGNED)
-    _store(weights, value, first, start, row, rows, width, COLUMNS)
 
 
 @triton.jit

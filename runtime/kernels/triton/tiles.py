@@ -16,8 +16,7 @@ from torch import Tensor
 
 TILE = 4096  # elements of a program, or of one of its turns
 WIDEST = 1024  # columns of an elementwise tile, 32 elements for each of 128 threads
-ROW_WIDEST = 4096  # columns of a tile of a kernel that reduces rows
-ROW_WARPS = 8  # of such a kernel
+ROW_WARPS = 8  # of a kernel that reduces rows
 WIDE_FROM = 1 << 30  # offsets are int64 from here on: a tile may reach past its tensor
 PROGRAMS = 1024  # enough to fill a large GPU, where a program sums over many rows
 PARTIAL_ROWS, PARTIAL_COLUMNS = 32, 64  # of a tile of their sums: few columns, for many programs
@@ -64,16 +63,6 @@ def divide_up(count: int, by: int) -> int:
 def round_up(count: int) -> int:
     """Return the power of two that is `count` or next above it."""
     return 1 << (count - 1).bit_length()
-
-
-def plan_rows(rows: int, width: int) -> dict[str, Any]:
-    """Return the constants of a kernel that reduces rows of [rows, width], a tile of whole or part rows at a time.
-
-    Its tile is [ROWS, COLUMNS], and indices of elements have 64 bits where they are WIDE.
-    """
-    columns = min(round_up(width), TILE, ROW_WIDEST)
-    wide = rows * width >= WIDE_FROM
-    return {"ROWS": max(1, TILE // columns), "COLUMNS": columns, "WIDE": wide, "num_warps": ROW_WARPS}
 
 
 def lay_out(*tensors: Tensor | None) -> list[Tensor | None]:

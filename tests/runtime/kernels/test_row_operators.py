@@ -247,11 +247,7 @@ def test_triton_drops_the_same_elements(sample: int | None, width: int, kernel_d
     assert torch.equal(added.cpu() != 0, mask)
 
 
-@pytest.mark.parametrize("widest", [4096, 8])
-def test_a_causal_row_sees_nothing_of_the_masked(
-    widest: int, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("autoptd.runtime.kernels.triton.tiles.ROW_WIDEST", widest)
+def test_a_causal_row_sees_nothing_of_the_masked(kernel_device: torch.device) -> None:
     scores = torch.randn(2, 21, 21)
     hidden = torch.ones(21, 21, dtype=torch.bool).triu(1)
     poisoned = scores.masked_fill(hidden, torch.nan).to(kernel_device).requires_grad_()
@@ -283,7 +279,7 @@ def test_cross_entropy_in_triton(
     kernel_device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("autoptd.runtime.kernels.triton.tiles.ROW_WIDEST", widest)
+    monkeypatch.setattr("autoptd.runtime.kernels.triton.tiles.TILE", widest)
     torch.manual_seed(0)
     storage = (3 * torch.randn(shape[0], shape[1] + 3)).to(kernel_device, dtype)
     target = torch.arange(shape[0], device=kernel_device) * 7

@@ -83,7 +83,6 @@ def test_triton_is_no_worse_than_the_chain(
     name: str, tile: str, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, (dtype, shape, strided, widest) = CASES[name], TILES[tile]
-    monkeypatch.setattr("autoptd.runtime.kernels.triton.tiles.ROW_WIDEST", widest)
     monkeypatch.setattr("autoptd.runtime.kernels.triton.tiles.TILE", min(widest * 4, 4096))
     operands = case.make(shape, dtype, kernel_device, strided=strided)
     truth = differentiate(case.chain, double(operands))
