@@ -193,7 +193,7 @@ class CompiledProgram:
                 memory that a loss needs for logits in half precision is known only if the model is compiled in it.
             overlap_transfers: the sender goes on while it sends, as in the runtime; False: it waits, as Megatron-LM
                 did in SC21.
-            overlap_data: gradients are summed over the replicas while later backwards run, as in the runtime; False:
+            overlap_data: gradients are summed over the replicas while backwards run, as in the runtime; False:
                 after them.
             overlap_tensor: the tensor ranks sum a gradient while those of weights are computed, where the program says
                 so, as in the runtime; False: before, as Megatron-LM did in SC21.

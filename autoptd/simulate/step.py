@@ -13,6 +13,7 @@ from autoptd.passes.cost.durations import DTYPES, Precision
 from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walk, walking_order
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime.comm.trace import Phase, TimelineEntry, write_trace
+from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
 from autoptd.simulate.memory import Owned, States, add_up_slots, count_owned, freeze_idle, trace_memory
@@ -78,8 +79,8 @@ class Training:
     """The options of a step that the program does not record.
 
     `overlap_transfers`: sending does not hold up the sender.
-    `overlap_data`: a stage's gradients are summed over the replicas while later backwards run. `overlap_tensor`: the
-    tensor ranks sum a linear's gradient of its input while those of its weights are computed. `zero` 1: the replicas
+    `overlap_data`: gradients are summed over the replicas while their stage's last backward and later ones run.
+    `overlap_tensor`: the tensor ranks sum a linear's gradient of its input while those of its weights are computed. `zero` 1: the replicas
     divide the optimizer's states among them. `wide_gradients`: the sums are at least float32. All as in our runtime,
     but that it divides states only where it is asked to; Megatron-LM of 2021 did none of them.
     """
@@ -247,10 +248,13 @@ def _finish(
         end += cluster.all_reduce_seconds(own.partial * each, cluster.slowest(groups))
         overlapped = 0.0
         made = [e for e in timeline[rank] if e.action.kind.produces_gradients and e.action.stage in own.after]
-        ended = {e.action.stage: e.end for e in made if overlap}  # of each stage the last
-        for stage in sorted(ended, key=ended.__getitem__):
-            overlapped = max(overlapped, ended[stage])
-            overlapped += summed * cluster.all_reduce_seconds(own.after[stage] * each, replicas)
+        last = {e.action.stage: e for e in made if overlap}  # backward of each stage
+        for stage, entry in sorted(last.items(), key=lambda item: item[1].end):
+            # Which completes one bucket after the other.
+            buckets = max(1.0, own.after[stage] * each / BUCKET_BYTES)
+            seconds = summed * cluster.all_reduce_seconds(own.after[stage] * each, replicas)
+            first = entry.start + (entry.end - entry.start) / buckets
+            overlapped = max(max(overlapped, first) + seconds, entry.end + seconds / buckets)
         left = sum(own.tied.values()) if overlap else own.trained
         end = max(end, overlapped) + summed * cluster.all_reduce_seconds(left * each, replicas)
         ends.append(end)

@@ -223,14 +223,21 @@ def test_the_slowest_of_all_replicas_counts(mesh: tuple[int, int, int], nodes: i
     assert all(step.breakdown[kind] > 1.5 * together.breakdown[kind] for kind, n in parted.items() if n > 1)
 
 
-def test_gradients_are_reduced_after_the_step_or_beside_it() -> None:
+def test_gradients_are_reduced_after_the_step_or_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     program = compile_gpt((1, 1, 16), num_microbatches=2)
     after, beside = (program.simulate(SELENE, overlap_data=kept) for kept in (False, True))
     elements = sum(p.numel() for p in GPT(GPTConfig(VOCABULARY, LENGTH, LAYERS, 4, HIDDEN)).parameters())
     expected = SELENE.all_reduce_seconds(4 * elements, range(16))  # in float32
     assert after.breakdown["data"] == pytest.approx(expected)
-    # One stage: nothing is left to run beside the sum of its gradients.
+    # One stage and one bucket: nothing is left to run beside the sum of its gradients.
     assert beside.breakdown["data"] == after.breakdown["data"]
+    monkeypatch.setattr("autoptd.simulate.step.BUCKET_BYTES", 4 * elements / 8)
+    beside = program.simulate(SELENE)
+    backward = beside.timeline[0][-1]
+    first = backward.start + (backward.end - backward.start) / 8
+    left = max(first + expected, backward.end + expected / 8) - backward.end
+    assert beside.breakdown["data"] == pytest.approx(left)
+    assert left < expected
     narrow = program.simulate(SELENE, wide_gradients=False)
     assert narrow.breakdown["data"] == pytest.approx(SELENE.all_reduce_seconds(2 * elements, range(16)))
 
