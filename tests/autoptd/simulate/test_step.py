@@ -231,6 +231,8 @@ def test_gradients_are_reduced_after_the_step_or_beside_it(monkeypatch: pytest.M
     assert after.breakdown["data"] == pytest.approx(expected)
     # One stage and one bucket: nothing is left to run beside the sum of its gradients.
     assert beside.breakdown["data"] == after.breakdown["data"]
+    narrow = program.simulate(SELENE, wide_gradients=False)
+    assert narrow.breakdown["data"] == pytest.approx(SELENE.all_reduce_seconds(2 * elements, range(16)))
     monkeypatch.setattr("autoptd.simulate.step.BUCKET_BYTES", 4 * elements / 8)
     beside = program.simulate(SELENE)
     backward = beside.timeline[0][-1]
@@ -238,8 +240,6 @@ def test_gradients_are_reduced_after_the_step_or_beside_it(monkeypatch: pytest.M
     left = max(first + expected, backward.end + expected / 8) - backward.end
     assert beside.breakdown["data"] == pytest.approx(left)
     assert left < expected
-    narrow = program.simulate(SELENE, wide_gradients=False)
-    assert narrow.breakdown["data"] == pytest.approx(SELENE.all_reduce_seconds(2 * elements, range(16)))
 
 
 def test_gradients_are_reduced_while_other_stages_run_backwards() -> None:
