@@ -78,9 +78,9 @@ class Simulation:
 class Training:
     """The options of a step that the program does not record.
 
-    `overlap_transfers`: sending does not hold up the sender. `overlap_data`: gradients are summed over the replicas while
-    their stage's last backward and later ones run. `overlap_tensor`: the tensor ranks sum a linear's gradient of its
-    input while those of its weights are computed. `zero` 1: the replicas divide the optimizer's states among them.
+    `overlap_transfers`: sending does not hold up the sender. `overlap_data`: gradients are summed over the replicas
+    while their stage's last backward and later ones run. `overlap_tensor`: the tensor ranks sum a linear's gradient of
+    its input while those of its weights are computed. `zero` 1: the replicas divide the optimizer's states among them.
     `wide_gradients`: the sums are at least float32. All as in our runtime, but that it divides states only where it is
     asked to; Megatron-LM of 2021 did none of them.
     """

@@ -35,8 +35,8 @@ _BUFFERS = {
     Kind.RECEIVE_GRADIENT: "gradient_arrival",
 }
 
-# A function that runs an action, the action, the stage whose first forward it is, and that whose last backward it is.
-Step = tuple[Callable[[], None], Action, int | None, int | None]
+# A function that runs an action, the action, and the stage whose first forward it is.
+Step = tuple[Callable[[], None], Action, int | None]
 
 
 class StageRun:
@@ -95,7 +95,7 @@ class StageRun:
         if self._last is not None:
             watched = None if sums is None or seeds is None else sums.watch(self._index)
             self._slots[self._places[self._last]].watch = watched
-        self._weights, self._inputs, self._seeds = weights, inputs, seeds
+        self._weights, self._inputs, self._seeds, self._sums = weights, inputs, seeds, sums
         # Filled, not copied from numbers: on a GPU a copy would wait for it.
         self._moments[:, 0].fill_(as_signed(self._randomness.seed))
         self._moments[:, 1].fill_(self._randomness.call)
@@ -142,6 +142,8 @@ class StageRun:
         if self.gradient_departure is not None:
             self.gradient_departure.put(microbatch, departing)
         self._measured.add(Kind.BACKWARD, begin, stage=self._index, microbatch=microbatch)
+        if microbatch == self._last and self._sums is not None:
+            self._sums.end_stage(self._index)
 
 
 class Executor:
@@ -223,13 +225,11 @@ class Executor:
 
     def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
         """Yield each action as a `Step`."""
-        ends = last_gradients(actions)
         begun: set[int | None] = set()
-        for position, action in enumerate(actions):
-            stage = action.stage
-            begins = stage if action.kind is Kind.FORWARD and stage not in begun else None
+        for action in actions:
+            begins = action.stage if action.kind is Kind.FORWARD and action.stage not in begun else None
             begun.add(begins)
-            yield self._step(action), action, begins, stage if ends.get(stage) == position else None
+            yield self._step(action), action, begins
 
     def _step(self, action: Action) -> Callable[[], None]:
         """Return the call that runs `action`, with everything looked up."""
@@ -274,14 +274,12 @@ class Executor:
         # The program's own casts decide: autocast around the call would change the values that cross a boundary.
         with torch.set_grad_enabled(gradients), torch.autocast(self._device.type, enabled=False):
             self.captures.begin(None if sums is None else sums.memory, weights, gradients)
-            for step, action, begins, ends in self._steps if gradients else self._forward_steps:
+            for step, action, begins in self._steps if gradients else self._forward_steps:
                 position.act(action)
                 try:
                     if begins is not None:
                         begin_stage(begins)
                     step()
-                    if ends is not None and sums is not None:
-                        sums.end_stage(ends)
                 except Exception as error:
                     error.add_note(f"(in {action}, at {self._connection.rank.coordinates})")
                     raise

@@ -27,14 +27,12 @@ Completion = int | tuple[int, ...]  # of gradients: by a stage, or by the pipeli
 class StageLeaves:
     """The leaves that the stages of one input shape compute with, by stage and name; no others have their `number`.
 
-    The first step with them shows which parameters `arrived` with a gradient, and, by stage and mode, how many buckets
-    are complete after each leaf of its last backward, the `triggers`.
+    The first step with them shows which parameters `arrived` with a gradient.
     """
 
     by_stage: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
     number: int = field(default_factory=counter(1).__next__)
     arrived: set[str] | None = None
-    triggers: dict[tuple[int, bool], dict[str, int]] = field(default_factory=dict)
 
     def of(self, name: str) -> list[Tensor]:
         """Return the trained leaves of a parameter, by stage, ascending."""

@@ -133,11 +133,7 @@ class GradientSums:
         early = [bucket for bucket in buckets if self._partial.isdisjoint(bucket.views)]
         if self._data.size == 1 or not early:
             return None
-        mode = stage, self._connection.rank.randomness.training
-        triggers = self._leaves.triggers.setdefault(mode, {})
-        return BucketWatch(
-            self._leaves.by_stage[stage], early, lambda number: self._post(early[number]), triggers
-        )
+        return BucketWatch(self._leaves.by_stage[stage], early, lambda number: self._post(early[number]))
 
     def end_stage(self, stage: int) -> None:
         """Post the sums that are complete after the last backward of `stage`, and have not been posted."""
