@@ -14,7 +14,7 @@ def scale_rows(rows: Sequence[Tensor], factor: Tensor) -> None:
     if factor.is_cpu and factor.item() == 1:
         return
     for row in rows:
-        kernels = find_kernels("scaling", row, factor)
+        kernels = find_kernels("elementwise", row, factor)
         if kernels is None:
             row.mul_(factor)
         else:

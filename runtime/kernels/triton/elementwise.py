@@ -1,4 +1,4 @@
-"""Activations and dropout with their neighbours, forward and backward, in Triton; computed in float32.
+"""Activations and dropout with their neighbours, and rows scaled, in Triton; computed in float32.
 
 A dropout's product and sum are rounded apart, here and in `norm`: a fused multiply-add in one of them alone would give
 the sum other bits where a stage or a recomputed layer ends before its norm.
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
 from autoptd.runtime.kernels.triton.tiles import launch_tiles, lay_out, locate_tile
 
@@ -65,6 +66,12 @@ def bias_dropout_add_backward(
     *_, (of_x, of_bias) = others
     constants = {**dropout_arguments(key, moment, p, gradient), "enable_fp_fusion": False}
     launch_tiles(_bias_dropout_add_backward, [gradient], [of_x], sums=of_bias, **constants)
+
+
+def scale_row(row: Tensor, factor: Tensor) -> None:
+    programs = min(tiles.divide_up(row.numel(), tiles.TILE), tiles.PROGRAMS)
+    wide = row.numel() >= tiles.WIDE_FROM
+    tiles.launch(_scale_row, (programs,), row, factor, row.numel(), TILE=tiles.TILE, WIDE=wide)
 
 
 @triton.jit
@@ -197,3 +204,16 @@ def _bias_dropout_add_backward(
         tl.store(of_x + row * width + column, slope, mask=inside)
         total += slope
     tl.store(partial + group * width + column, tl.sum(total, 0), mask=column < width)
+
+
+@triton.jit
+def _scale_row(row, factor, count, TILE: tl.constexpr, WIDE: tl.constexpr):
+    scale = tl.load(factor).to(tl.float32)
+    if scale != 1.0:
+        first = tl.program_id(0)
+        if WIDE:
+            first = first.to(tl.int64)
+        for start in range(first * TILE, count, tl.num_programs(0) * TILE):
+            place = start + tl.arange(0, TILE)
+            value = tl.load(row + place, place < count)
+            tl.store(row + place, value * scale, place < count)
