@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,9 @@ from autoptd.runtime.checkpoint.tensor_file import check_dtype
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.manifest_json import decode, encode, write_fields
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.tagged_json import read_json
 
 FORMAT = "autoptd checkpoint 3"
+LONGEST_KEY = 10_000
 T = TypeVar("T")
 
 
@@ -243,7 +244,7 @@ def _join_optimizers(parts: Sequence[StoredOptimizer]) -> StoredOptimizer | None
 
 def _decode(kind: type[T], text: bytes, path: Path) -> T:
     try:
-        fields = read_json(text)
+        fields = json.loads(text.decode(), object_pairs_hook=_make_table, parse_constant=_refuse_constant)
         found = fields.pop("format", None) if isinstance(fields, dict) else None
         if found != FORMAT:
             raise ValueError(f"its format is {str(found)[:100]!r}, expected {FORMAT!r}")
@@ -251,3 +252,16 @@ def _decode(kind: type[T], text: bytes, path: Path) -> T:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {str(error)[:500]}") from error
     return decoded
+
+
+def _make_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("an object has one key twice")
+    if any(len(key) > LONGEST_KEY for key in table):
+        raise ValueError(f"a key is longer than {LONGEST_KEY} characters")
+    return table
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

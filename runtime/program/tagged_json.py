@@ -5,7 +5,6 @@ JSON has no tuple, no infinity and only text as keys; such a value is {"!": its 
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 TAG = "!"
-LONGEST_KEY = 10_000
 _KINDS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 DTYPES = {name: getattr(torch, name) for name in _KINDS}
 show = reprlib.repr  # short, whatever a file holds
@@ -70,14 +68,6 @@ def decode_value(value: Any, place: str) -> Any:
     raise ValueError(f"{place} is {show(value)}, which is no tagged value")
 
 
-def read_json(text: bytes) -> Any:
-    """Read the JSON in `text`; raise ValueError if it is not JSON, has a key twice, or is nested too deeply."""
-    try:
-        return json.loads(text.decode(), object_pairs_hook=_make_table, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def _decode_pairs(pairs: list[Any], place: str) -> list[tuple[Any, Any]]:
     decoded = []
     for pair in pairs:
@@ -101,16 +91,3 @@ def _decode_number(value: Any, kind: str, place: str) -> Tensor:
         return torch.tensor(value, dtype=dtype)
     except (RuntimeError, OverflowError) as error:
         raise ValueError(f"{place} is {show(value)}, which is outside {dtype}") from error
-
-
-def _make_table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("an object has one key twice")
-    if any(len(key) > LONGEST_KEY for key in table):
-        raise ValueError(f"a key is longer than {LONGEST_KEY} characters")
-    return table
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")

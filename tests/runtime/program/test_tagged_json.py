@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoptd.runtime.program.tagged_json import decode_value, encode_value, read_json
+from autoptd.runtime.checkpoint.error import CheckpointError
+from autoptd.runtime.checkpoint.record import rank_file, read_rank_record
+from autoptd.runtime.program.tagged_json import decode_value, encode_value
 
 KEYS = st.one_of(st.text(max_size=4), st.integers(), st.floats(allow_nan=False), st.none())
 VALUES = st.recursive(
@@ -29,7 +32,7 @@ VALUES = st.recursive(
 
 
 def travel(value: Any) -> Any:
-    return decode_value(read_json(json.dumps(encode_value(value, "value")).encode()), "value")
+    return decode_value(json.loads(json.dumps(encode_value(value, "value"))), "value")
 
 
 @settings(max_examples=200, deadline=None)
@@ -79,9 +82,10 @@ def test_others_are_refused_by_name(value: Any, named: str) -> None:
         b"1" * 5000,
     ],
 )
-def test_bad_json_is_a_value_error(text: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        read_json(text)
+def test_bad_json_is_an_error_of_the_checkpoint(text: bytes, tmp_path: Path) -> None:
+    rank_file(tmp_path, 0).write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"rank_00000\.json: (?!its format)"):
+        read_rank_record(tmp_path, 0)
 
 
 @pytest.mark.parametrize(
