@@ -2,7 +2,8 @@
 
 The stage is run on meta tensors with autograd, and each tensor that an operator saves is written down under the
 operator. A storage counts once; parameters and batch inputs, which are held anyway, do not count. The ledger does not
-see differences on a GPU, where the loss of float32 logits keeps these and not their softmax.
+see differences on a GPU, where the loss of float32 logits keeps these and not their softmax, and where the gradient of
+a weight in half precision is added to its sum by what makes it.
 """
 
 from __future__ import annotations

@@ -77,14 +77,11 @@ def rank_seconds(times: ActionTimes, num_ranks: int) -> list[Any]:
     """Return the time of each rank's own actions on one microbatch, with messages where they hold up their sender."""
     count = len(times.by_kind[Kind.FORWARD])
     holds = times.blocking and num_ranks > 1
-    seconds = [
-        sum(
-            row[stage]
-            for kind, row in times.by_kind.items()
-            if kind.computes or (holds and 0 <= stage + kind.direction < count)
-        )
-        for stage in range(count)
-    ]
+
+    def occupies(kind: Kind, stage: int) -> bool:
+        return kind.computes or (holds and 0 <= stage + kind.direction < count)
+
+    seconds = [sum(row[k] for kind, row in times.by_kind.items() if occupies(kind, k)) for k in range(count)]
     return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]
 
 
