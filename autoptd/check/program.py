@@ -84,7 +84,7 @@ def check_program(
             _check_placement(parameter, axis, placement, manifest.mesh)
     _check_aliases(manifest)
     for stage, interface in zip(stages, manifest.stages, strict=True):
-        _check_ends(interface, manifest)
+        _check_boundary(interface, manifest)
         _check_constants(stage, interface, manifest)
         _check_results(stage, interface, manifest)
     try:
@@ -167,24 +167,21 @@ def _check_constants(stage: Stage, interface: StageInterface, manifest: Manifest
             )
 
 
-def _check_ends(interface: StageInterface, manifest: Manifest) -> None:
-    """Check the values that come from the stage before."""
-    if interface.index:
-        _check_boundary(manifest.stages[interface.index - 1], interface, manifest.mesh)
-    elif interface.receives:
-        raise ProgramError(f"stage 0 is the first and receives {_names(interface.receives)} from nowhere")
-
-
-def _check_boundary(sender: StageInterface, receiver: StageInterface, mesh: Mesh) -> None:
-    """Raise `ProgramError` unless both ends of a boundary list the same values in the same order."""
-    at = f"boundary between stages {sender.index} and {receiver.index}"
-    if len(sender.sends) != len(receiver.receives):
+def _check_boundary(receiver: StageInterface, manifest: Manifest) -> None:
+    """Raise `ProgramError` unless a stage and the one before list the same values of their boundary in order."""
+    if receiver.index == 0:
+        if receiver.receives:
+            raise ProgramError(f"stage 0 is the first and receives {_names(receiver.receives)} from nowhere")
+        return
+    sends = manifest.stages[receiver.index - 1].sends
+    at = f"boundary between stages {receiver.index - 1} and {receiver.index}"
+    if len(sends) != len(receiver.receives):
         raise ProgramError(
-            f"{at}: {len(sender.sends)} values are sent ({_names(sender.sends)}), {len(receiver.receives)} "
-            f"received ({_names(receiver.receives)})"
+            f"{at}: {len(sends)} values are sent ({_names(sends)}), {len(receiver.receives)} received "
+            f"({_names(receiver.receives)})"
         )
-    for number, (sent, received) in enumerate(zip(sender.sends, receiver.receives, strict=True)):
-        _check_axes(f"{at}: {sent.name}", sent.placement, mesh)
+    for number, (sent, received) in enumerate(zip(sends, receiver.receives, strict=True)):
+        _check_axes(f"{at}: {sent.name}", sent.placement, manifest.mesh)
         for name in ("name", "shape", "dtype", "requires_grad", "placement"):
             if getattr(sent, name) != getattr(received, name):
                 raise ProgramError(

@@ -147,8 +147,7 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
     names, lines = Names(device=None), list[str]()
     result: dict[str, str] = {}
     for stage in stages:
-        table = constants_made(stage.constants)
-        wanted = {name: node for name, node in table.items() if name not in result}
+        wanted = {n: node for n, node in constants_made(stage.constants).items() if n not in result}
         needed = set(walk(nodes_in(wanted)))
         members = [node for node in stage.constants.nodes if node in needed]
         for node in members:

@@ -74,15 +74,11 @@ def format_schedule(actions: Sequence[Action]) -> str:
     steady = _find_runs([sum(units[first : min(first + 2, stop)], ()) for first in pairs])
     cycle = max(_cycles(steady), key=lambda cycle: cycle.covered)
     warm_up, cool_down = _find_runs(units[:start]), _find_runs(units[stop:])
-    if cycle.times == 1 or 2 * cycle.covered < sum(run.times for run in steady):
-        return _join_lines(("warm-up:", warm_up), ("steady:", steady), ("cool-down:", cool_down))
-    return _join_lines(
-        ("warm-up:", warm_up),
-        ("steady:", steady[: cycle.start]),
-        (f"steady, {cycle.times} times, microbatch +{cycle.step}:", cycle.body),
-        ("steady:", steady[cycle.stop :]),
-        ("cool-down:", cool_down),
-    )
+    middle: list[tuple[str, Sequence[_Run]]] = [("steady:", steady)]
+    if cycle.times > 1 and 2 * cycle.covered >= sum(run.times for run in steady):
+        repeated = f"steady, {cycle.times} times, microbatch +{cycle.step}:", cycle.body
+        middle = [("steady:", steady[: cycle.start]), repeated, ("steady:", steady[cycle.stop :])]
+    return _join_lines(("warm-up:", warm_up), *middle, ("cool-down:", cool_down))
 
 
 def parse_schedule(text: str) -> tuple[Action, ...]:

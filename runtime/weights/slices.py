@@ -155,10 +155,9 @@ def check_own_proved(manifest: Manifest, slices: Mapping[str, Tensor], given: Ma
 def check_tied(manifest: Manifest, tensors: Weights) -> None:
     """Raise ValueError if the names of one tensor of the program have different values in `tensors`."""
     for stored in dict.fromkeys(manifest.aliases.values()):
-        dtype = manifest.parameters[stored].dtype
         names = [n for n in all_names(manifest, stored) if n in tensors and not tensors[n].is_meta]
         for other in names[1:]:
-            if not _are_same(tensors[names[0]], tensors[other], dtype):
+            if not _are_same(tensors[names[0]], tensors[other], manifest.parameters[stored].dtype):
                 raise ValueError(
                     f"{names[0]} and {other} are one tensor in the program, and differ in the weights given: compile "
                     "the model without tying them, or give the weights of a model that ties them"
