@@ -251,22 +251,20 @@ class _Job:
 
 
 def fit_program(
-    find: Callable[[Sequence[int]], Found],
-    finish: Callable[[Found], CompiledProgram],
-    cluster: Cluster | None,
+    find: Callable[[Sequence[int]], Found], build: Callable[[Found], CompiledProgram], cluster: Cluster | None
 ) -> tuple[tuple[int, ...], CompiledProgram]:
     """Return a cut and its program, within the memory of a given `cluster` if possible.
 
-    `find` and `finish` are those of `fit_cut`. Warns if no cut fits.
+    `find` and `build` are those of `fit_cut`. Warns if no cut fits.
     """
     if cluster is None:
         found = find(())
         del find  # and the kernels that it timed, before the program is made
-        return found.positions, finish(found)
+        return found.positions, build(found)
     limit = int(cluster.device.memory_bytes)
 
     def make(found: Found) -> tuple[CompiledProgram, Sequence[int]]:
-        program = finish(found)
+        program = build(found)
         return program, program.simulate(cluster).memory_bytes
 
     found, program, memory = fit_cut(find, make, limit)

@@ -46,10 +46,7 @@ def list_examples(example_inputs: Any) -> list[Any]:
 
 
 def check_examples(
-    model: nn.Module,
-    examples: Sequence[Any],
-    loss_fn: Callable[..., Tensor] | None,
-    microbatch_size: int | None,
+    model: nn.Module, examples: list[Any], loss_fn: Callable[..., Tensor] | None, microbatch_size: int | None
 ) -> None:
     """Raise ValueError unless all `examples` have the same inputs, and no two the same shapes."""
     if len(examples) == 1:

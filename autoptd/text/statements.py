@@ -67,11 +67,7 @@ def write_heading(name: str, line: str, indent: str = INDENT) -> str:
 
 
 def write_calls(
-    nodes: Sequence[fx.Node],
-    names: Names,
-    tensor: int,
-    indent: str = INDENT,
-    repeated: Collection[fx.Node] = (),
+    nodes: list[fx.Node], names: Names, tensor: int, indent: str = INDENT, repeated: Collection[fx.Node] = ()
 ) -> Iterator[str]:
     """Write the lines of consecutive calls on one of `tensor` ranks; the backward runs those `repeated` again.
 
@@ -141,13 +137,7 @@ def _parts_taken(node: fx.Node, nodes: Sequence[fx.Node], position: int) -> Sequ
 
 
 def write_statement(
-    start: str,
-    args: Sequence[str],
-    shape: str,
-    note: str,
-    indent: str = INDENT,
-    end: str = ")",
-    after: str = "",
+    start: str, args: list[str], shape: str, note: str, indent: str = INDENT, end: str = ")", after: str = ""
 ) -> Iterator[str]:
     """Write ``start(args)`` on one line if it fits, else the arguments on lines of their own below the comment.
 

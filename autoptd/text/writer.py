@@ -21,7 +21,7 @@ from autoptd.passes.ir.program import Program, Stage, constants_made, recomputed
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.program.schedule_text import format_schedule
 from autoptd.text.comments import Headings, write_bytes, write_value_shape
 from autoptd.text.expressions import Names, quote, write_value
@@ -41,12 +41,7 @@ ADVICE = (
 
 
 def emit_texts(
-    program: Program,
-    manifest: Manifest,
-    schedule: Sequence[Sequence[Action]],
-    *,
-    title: str,
-    flops: Sequence[int] = (),
+    program: Program, manifest: Manifest, schedule: Schedule, *, title: str, flops: Sequence[int] = ()
 ) -> tuple[str, ...]:
     """Write one program per pipeline rank of a cut `program`.
 

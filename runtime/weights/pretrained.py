@@ -31,18 +31,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_pretrained(
-    manifest: Manifest,
-    rank: Rank,
-    slices: Mapping[str, Tensor],
-    folder: str | Path,
-    max_shard_size: int | str,
+    manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], folder: str | Path, shard_size: int | str
 ) -> None:
     """Write the model, which all ranks' `slices` make up, into `folder`; every rank must call it.
 
     Raises ValueError for an invalid size, or a dtype that safetensors does not know, and OSError on every rank if rank
     0 could not write: the folder is then as it was, unless the error came while the files were renamed.
     """
-    shards = plan_shards(manifest, read_size(max_shard_size))
+    shards = plan_shards(manifest, read_size(shard_size))
     tensors = (gather_tensor(manifest, rank, slices, name) for names in shards.values() for name in names)
     error: OSError | None = None
     if rank.number == 0:
