@@ -151,10 +151,8 @@ def _compile(
                     aligned = align_cut(other, divided, positions)
                     cut = cut_at(other, aligned, "cut_stages where the first input shape is cut")
                     further.append(settled.finish(cut, other, number))
-                if reason := input_shapes.find_disagreement(first.manifest, further[-1].manifest):
-                    raise ValueError(
-                        f"{reason}; all shapes train the same parameters: compile this one alone"
-                    )
+                if why := input_shapes.find_disagreement(first.manifest, further[-1].manifest):
+                    raise ValueError(f"{why}; all shapes train the same parameters: compile this one alone")
     # Buffer values that the program of one shape relies on hold for all.
     proved = {own.name: own for program in (first, *further) for own in program.manifest.proved}
     ordered = tuple(proved[name] for name in sorted(proved))

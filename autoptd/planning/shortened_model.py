@@ -97,11 +97,7 @@ def _uses_alike(model: nn.Module, name: str, examples: Examples) -> bool:
 
 
 def _call(
-    forward: Callable[..., Any],
-    calls: list[object],
-    results: list[tuple[object, Any]],
-    *args: Any,
-    **kwargs: Any,
+    forward: Callable[..., Any], calls: list[Any], results: list[tuple[Any, Any]], *args: Any, **kwargs: Any
 ) -> Any:
     """Record a layer's call, and return the result of the first call of any layer with equal arguments."""
     leaves, form = tree_flatten((args, kwargs))

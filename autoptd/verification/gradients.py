@@ -27,9 +27,7 @@ class StepResult:
     notes: tuple[str, ...] = ()
 
 
-def join_gradients(
-    manifest: Manifest, found: Sequence[StepResult]
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def join_gradients(manifest: Manifest, found: list[StepResult]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return whole gradients from the first replica's first owners, and where ranks that must agree do not."""
     mesh = manifest.mesh
     wrong = [

@@ -214,16 +214,12 @@ class Draw:
 
     def shifted(self, distance: float) -> Draw:
         """Return the distribution of a value of this one plus `distance`."""
-        return replace(self, **{name: getattr(self, name) + distance for name in _PLACES[self.kind]})
+        moved = {name: getattr(self, name) + distance for name in _PLACES[self.kind].split()}
+        return replace(self, **moved)
 
 
 # What moves where a distribution is shifted.
-_PLACES = {
-    "constant": ("value",),
-    "uniform": ("low", "high"),
-    "normal": ("mean",),
-    "truncated_normal": ("mean", "low", "high"),
-}
+_PLACES = {"constant": "value", "uniform": "low high", "normal": "mean", "truncated_normal": "mean low high"}
 
 
 @dataclass(frozen=True)
