@@ -22,14 +22,16 @@ from autoptd.compiled import CompiledProgram
 from autoptd.runtime import launch
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Posted, ProcessGroup, Running
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.comm.transfer import SendBuffer
 from autoptd.runtime.engine.executor import StageRun
 from autoptd.runtime.module import step_runner
 from autoptd.runtime.optimizer import clipping
-from autoptd.runtime.program.placement import REPLICATED, AxisPlacement, Placement, Segment, Shard
+from autoptd.runtime.program.placement import REPLICATED, Parameter, Placement, Segment, Shard
 from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.program.schedule import Action, Kind
 from autoptd.runtime.program.schedule_text import format_schedule
+from autoptd.runtime.weights import slices
 from samples.benchmarks.uniform_cut import uniform_cuts
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.parity import Batch, ParityError, Run, Training, compare, train_compiled, train_plain
@@ -142,14 +144,14 @@ def forget_the_tied_sum() -> None:
 
 
 def shift_vocabulary_shards() -> None:
-    runs = AxisPlacement.runs
+    take = slices.take_slice
 
-    def shifted(self: AxisPlacement, size: int, index: int) -> list[tuple[int, int]]:
-        last = sum(segment.rows for segment in self.segments) - self.padding
-        found = runs(self, size, index)
-        return [(first + 1, min(end + 1, last)) for first, end in found] if self.padding else found
+    def shifted(parameter: Parameter, whole: Tensor, rank: Rank) -> Tensor:
+        on_tensor = parameter.placement["tensor"]
+        rolled = whole.roll(-1, on_tensor.dim) if on_tensor.padding and on_tensor.dim is not None else whole
+        return take(parameter, rolled, rank)
 
-    forked.setattr(AxisPlacement, "runs", shifted)
+    forked.setattr(slices, "take_slice", shifted)
 
 
 def forget_dividing_by_replicas() -> None:
