@@ -73,8 +73,7 @@ def describe_inputs(program: Program) -> tuple[Input, ...]:
         if not inputs[name].dtype.is_floating_point:
             ignored = {lookup.ignored for lookup in lookups}
             exempt = ignored.pop() if len(ignored) == 1 else None
-            rows = min(lookup.rows for lookup in lookups)
-            inputs[name] = replace(inputs[name], rows=rows, exempt=exempt)
+            inputs[name] = replace(inputs[name], rows=min(lookup.rows for lookup in lookups), exempt=exempt)
     return tuple(inputs.values())
 
 

@@ -50,9 +50,8 @@ class Kind(Enum):
 
 
 for _kind in Kind:
-    _kind.compute, _kind.send, _kind.receive = (
-        Kind(word + _kind.value[-1]) for word in ("", "SEND_", "RECV_")
-    )
+    _word = _kind.value[-1]
+    _kind.compute, _kind.send, _kind.receive = Kind(_word), Kind(f"SEND_{_word}"), Kind(f"RECV_{_word}")
 COMPUTING = tuple(kind for kind in Kind if kind.computes)
 _KINDS = {str(kind.value): kind for kind in Kind}
 _TOKEN = re.compile(rf"(\d+)({'|'.join(_KINDS)})(\d+)")
@@ -111,11 +110,10 @@ def make_schedule(
 ) -> Schedule:
     """Return each pipeline rank's actions, sends and receives included.
 
-    "gpipe": all forwards, then all backwards, chunk by chunk. "1f1b": p - rank - 1 warm-up forwards, then
-    one forward and one backward in turn; any number of microbatches. "interleaved_1f1b": the same in groups
-    of p microbatches over v chunks, with 2(p - rank - 1) + (v - 1)p warm-up forwards (SC21 §2.2.2); with one
-    chunk it is 1F1B itself. Backwards of a stage ascend in microbatches under all three. ValueError for what
-    cannot be scheduled.
+    "gpipe": all forwards, then all backwards, chunk by chunk. "1f1b": p - rank - 1 warm-up forwards, then one forward
+    and one backward in turn; any number of microbatches. "interleaved_1f1b": the same in groups of p microbatches over
+    v chunks, with 2(p - rank - 1) + (v - 1)p warm-up forwards (SC21 §2.2.2); with one chunk it is 1F1B itself.
+    Backwards of a stage ascend in microbatches under all three. ValueError for what cannot be scheduled.
     """
     p, m, v = num_pipeline_ranks, num_microbatches, num_model_chunks
     check_shape(name, p, m, v)
