@@ -101,7 +101,7 @@ def plan_backward(width: int, item: int, centers: bool, adds: bool, device: torc
     the bytes of an element. A row too wide for the registers is not HELD there, beside the sums, but read again from
     the cache. Only STAGES, which change no sum, may depend on whether a gradient is added.
     """
-    extent = round_up(width)
+    extent = max(4, round_up(width))
     blocks = 3 if extent > TILE and 4 * width <= 3 * extent else 1
     columns = extent // 4 if blocks == 3 else extent
     extent = blocks * columns
@@ -176,7 +176,7 @@ def _differentiate(
         if means is not None:
             mean = tl.load(means + row, row < rows, 0.0)
         outers, units, others = (), (), ()
-        slope, level = nothing, nothing
+        slope, level = _add_fours(nothing), _add_fours(nothing)
         for block in tl.static_range(BLOCKS):
             at, inside = _locate(row, block, rows, width, COLUMNS)
             outer = _read(d_normed + at, inside)
@@ -186,8 +186,8 @@ def _differentiate(
             outers += (outer,)
             units += (unit,)
             gain = gains[block] if HELD else _read_vector(weight, block, width, COLUMNS)
-            slope += outer * gain * unit
-            level += outer * gain
+            slope += _add_fours(outer * gain * unit)
+            level += _add_fours(outer * gain)
         slope = tl.sum(slope, 1)[:, None] / width
         level = tl.sum(level, 1)[:, None] / width if means is not None else 0.0
         weights, offsets, biases = (), (), ()
@@ -223,6 +223,12 @@ def _differentiate(
 @triton.jit
 def _read(at, inside):
     return tl.load(at, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _add_fours(x):
+    """Return the sums of four columns each, which one thread has: as they are they would take its registers."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 2)
 
 
 @triton.jit
