@@ -19,7 +19,7 @@ from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 # Where products add in float32 what they multiply in half precision. Tests add "cpu".
 product_devices = {"cuda"}
 PAUSES = (0.001, 0.01, 0.1)  # seconds in which threads of a collective let go of the memory that it summed
-ALIGNED = 64  # elements between the beginnings of gradients, for wide loads and stores
+ALIGNED = 4  # elements between the beginnings of gradients: at least 16 bytes, for wide loads and stores
 Completion = int | tuple[int, ...]  # of gradients: by a stage, or by the pipeline ranks that own a parameter
 
 

@@ -99,9 +99,9 @@ def test_buckets_are_of_one_dtype_and_about_their_size_and_partial_sums_come_las
     memory = lay_out(leaves, {0: tuple(dtypes)}, [("c",)], ("d",), 4)
     assert [(tuple(b.views), b.shard, b.flat.dtype, len(b.flat)) for b in memory] == [
         (("c",), 0, torch.float32, 4),
-        (("e", "b"), None, torch.float32, 128),
-        (("a",), None, torch.float64, 64),
-        (("d",), None, torch.float64, 64),
+        (("e", "b"), None, torch.float32, 8),
+        (("a",), None, torch.float64, 4),
+        (("d",), None, torch.float64, 4),
     ]
 
 
