@@ -170,7 +170,7 @@ class StepRunner:
         leaves = shape.read_leaves(watch.tensors, self.weights.narrow, trained, sums)
         sums.follow(leaves)
         if gradients:
-            lent = (p.grad for p in watch.parameters.values() if p.grad is not None)
+            lent = (p.grad for p in self.weights.leaves.values() if p.grad is not None)
             sums.start(lent, shape.executor.measured)
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             seeds = (scale / divisors).unbind()

@@ -153,7 +153,9 @@ class GradientSums:
                 sums[0].div_(self._data.size)
             if others is not None:
                 sum_over(others, sums)
-            if bucket.shard is not None:
+            if (
+                bucket.shard is not None and self._data.size > 1
+            ):  # alone a replica has all of it, in the bucket
                 self._finished.append(Row(sums[0], bucket, ()))
                 continue
             if sums[0].data_ptr() != bucket.flat.data_ptr():
