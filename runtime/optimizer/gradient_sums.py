@@ -153,14 +153,10 @@ class GradientSums:
                 sums[0].div_(self._data.size)
             if others is not None:
                 sum_over(others, sums)
-            if (
-                bucket.shard is not None and self._data.size > 1
-            ):  # alone a replica has all of it, in the bucket
-                self._finished.append(Row(sums[0], bucket, ()))
-                continue
-            if sums[0].data_ptr() != bucket.flat.data_ptr():
+            whole = bucket.shard is None or self._data.size == 1  # and not a replica's part of it
+            if whole and sums[0].data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(sums[0])
-            self._finished.append(Row(bucket.lend(), bucket, names))
+            self._finished.append(Row(bucket.lend() if whole else sums[0], bucket, names))
         self._leaves.arrived = self._arrived
         self._measured.add("data", self._begin)
 
