@@ -1,7 +1,5 @@
 """Load a compiled program from the folder that it was saved in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

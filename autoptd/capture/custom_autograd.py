@@ -1,7 +1,5 @@
 """Compare the backward of the user's autograd functions with their forward, which is all that a trace sees."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import traceback

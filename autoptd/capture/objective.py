@@ -1,7 +1,5 @@
 """The module that capture exports: the model with its loss, a function of positional tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping

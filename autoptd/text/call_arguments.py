@@ -1,7 +1,5 @@
 """Convert a call between its short form, for people, and its positional form with the overload, as a graph holds it."""
 
-from __future__ import annotations
-
 import inspect
 import keyword
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Write a node as an expression of a rank program: names, operator, arguments."""
 
-from __future__ import annotations
-
 import keyword
 import math
 import operator

@@ -1,7 +1,5 @@
 """Read the constants of a stage's masks, and make further constants from them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

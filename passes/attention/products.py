@@ -1,7 +1,5 @@
 """Read the two products of an attention, written as matmul, bmm, baddbmm or einsum."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase

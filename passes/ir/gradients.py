@@ -1,7 +1,5 @@
 """Find the values of a stage that have a gradient, and those that a result's gradient reaches."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 
 from torch import fx

@@ -1,7 +1,5 @@
 """Shapes, by running operators on the meta device: each distinct call once."""
 
-from __future__ import annotations
-
 from functools import cache
 from inspect import isfunction, signature
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading a node: its call's arguments, its shape, its place in the user's code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes that operators copy because their arguments lie in memory as they do."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Views and cuts, read from the calls that compute them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ heads and back absorb the exchange, and the loss sees rows and labels in the sam
 it, the exchange is undone in front of it and the bytes that this copies are counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lookups of rows, losses over a vocabulary, and other picks by a tensor of numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The walk that finds the axes of a whole graph: the rule of each operator relates those that it reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -8,8 +8,6 @@ whole gradients reach. A parameter on the cut needs no f: its gradient is summed
 once per step (`AxisPlacement.partial_gradient`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 

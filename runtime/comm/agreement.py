@@ -1,7 +1,5 @@
 """Agreement of ranks: whether all have the same numbers, who differs, and a text of one of them for all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

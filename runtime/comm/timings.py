@@ -1,7 +1,5 @@
 """The measured times of the last step, gathered from the ranks of a pipeline."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The timeline of a pipeline's ranks, predicted or measured, and its chrome trace, which Perfetto opens."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Fused attention in which several query heads share a key and a value head."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional
 

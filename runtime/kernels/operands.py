@@ -1,7 +1,5 @@
 """Checks of the tensors of kernels, and the sum over rows for a bias's gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The precision of kernels: those that reduce rows compute half precision in float32, others in their own dtype."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import torch

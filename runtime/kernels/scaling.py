@@ -1,7 +1,5 @@
 """Gradients scaled by the gradient of the loss, which is on the device, and 1 in nearly every step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Tell whether gradients are finite, without waiting for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ A stage's forward computes much that no backward needs, such as a product before
 text names every value, and Python would hold them all until the end.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A rank program ready to run: its compiled text, its stage functions and its schedule."""
 
-from __future__ import annotations
-
 import ast
 import linecache
 import re
