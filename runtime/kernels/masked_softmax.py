@@ -15,6 +15,7 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import apply_mask, find_key, keep_factor
 from autoptd.runtime.kernels.precision import widen
 from autoptd.runtime.kernels.registration import define_operator
+from autoptd.runtime.randomness import Key
 
 
 def scaled_softmax(
@@ -78,7 +79,7 @@ def _scaled_softmax(
     is_causal: bool,
     scale: float,
     p: float,
-    key: Sequence[int],
+    key: Key,
     moment: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the dropped softmax and the softmax itself, which is empty where nothing is dropped and they are one."""
@@ -116,7 +117,7 @@ def _scaled_softmax_backward(
     is_causal: bool,
     scale: float,
     p: float,
-    key: Sequence[int],
+    key: Key,
     moment: Tensor | None,
 ) -> Tensor:
     """Return the gradient of the masked scores times `scale`: with their scale it is that of the scores.
