@@ -46,7 +46,7 @@ class Connection:
     tied: Mapping[Owners, Group] = field(default_factory=dict)
     world: Group = field(default_factory=LocalGroup)
     position: Position = field(default_factory=Position)
-    groups: ProcessGroupCache = field(default_factory=ProcessGroupCache)
+    groups: GroupCache = field(default_factory=GroupCache)
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
