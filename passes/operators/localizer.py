@@ -12,7 +12,7 @@ from torch import fx
 
 from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.node_info import change_info, describe, info
-from autoptd.passes.ir.nodes import as_results, shape_of, where
+from autoptd.passes.ir.nodes import arguments_of, as_results, shape_of, where
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
