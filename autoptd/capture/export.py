@@ -17,6 +17,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autoptd.capture import side_effects
 from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
 from autoptd.capture.custom_autograd import Functions
@@ -24,13 +25,7 @@ from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import Examples, read_examples
 from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
 from autoptd.capture.objective import DataDependentError, LossError, Objective
-from autoptd.capture.side_effects import (
-    NUMBERS,
-    SideEffectError,
-    keeping_attributes,
-    refuse_hooks,
-    refuse_new_hooks,
-)
+from autoptd.capture.side_effects import NUMBERS, SideEffectError, keeping_attributes, refuse_hooks
 from autoptd.capture.source_lines import short_line, user_line
 from autoptd.passes.ir.node_info import NodeInfo, describe
 from autoptd.passes.ir.nodes import aten_name, where
@@ -159,7 +154,7 @@ def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Ten
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
     made = objective.result.calls.made
     try:
-        with run_without_data(mode), Functions().watch(), refuse_new_hooks(), objective.known:
+        with run_without_data(mode), Functions().watch(), side_effects.refuse_new_hooks(), objective.known:
             calls = compare_evaluation(objective, made, lambda: objective.find_loss(*values))
     except SideEffectError:
         raise

@@ -3,6 +3,7 @@
 import sys
 from bisect import bisect_left
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from itertools import takewhile
 from traceback import walk_stack
 from typing import Any
 
@@ -97,12 +98,9 @@ def _is_right(line: str, known: list[tuple[float, float]], ranks: Sequence[Mappi
 
 def _is_known(sums: Any, known: list[tuple[float, float]]) -> bool:
     total, squares = sums
-    for other, value in known[bisect_left(known, (squares * (1 - ROUNDING),)) :]:
-        if other > squares * (1 + ROUNDING):
-            break
-        if abs(value - total) <= ROUNDING * max(abs(total), squares**0.5):
-            return True
-    return False
+    least = bisect_left(known, (squares * (1 - ROUNDING),))
+    near = takewhile(lambda pair: pair[0] <= squares * (1 + ROUNDING), known[least:])
+    return any(abs(value - total) <= ROUNDING * max(abs(total), squares**0.5) for _, value in near)
 
 
 def find_first_right(program: Program, wrong: Container[str]) -> str:

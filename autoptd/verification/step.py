@@ -267,15 +267,13 @@ def _find_forward_line(run: Callable[[], object]) -> str:
     return next((f"{line}, in its backward" for line in lines if line), "a place that torch does not tell")
 
 
-def _notes(
-    program: Program, manifest: Manifest, plain: int, promoted: int, anew: Iterable[str]
-) -> Iterator[str]:
+def _notes(program: Program, manifest: Manifest, plain: int, own: int, anew: Iterable[str]) -> Iterator[str]:
     if tables := ", ".join(anew):
         yield f"the model makes {tables} anew for this dtype; the ranks were given these values too"
     if whole := [i.name for i in manifest.inputs if i.batch_dim is None]:
         yield f"not split over the microbatches, each gets it whole: {', '.join(whole)}"
-    if plain or promoted:
-        both = f"{plain} in the plain model, {promoted} in all ranks"
+    if plain or own:
+        both = f"{plain} in the plain model, {own} in all ranks"
         yield f"casts to fewer bits were promoted to float64: {both}"
     if manifest.autocast is not None:
         yield (
