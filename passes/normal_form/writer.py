@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from autoptd.passes.ir.gradients import may_be_trained
 from autoptd.passes.ir.node_info import NodeInfo, describe
 from autoptd.passes.ir.nodes import name_arguments, where
-from autoptd.passes.operators.quantities import is_view
+from autoptd.passes.ir.views import is_view
 from autoptd.passes.operators.record import Trait
 from autoptd.passes.operators.table import has_trait
 from autoptd.runtime import aten
