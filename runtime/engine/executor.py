@@ -26,6 +26,8 @@ from autoptd.runtime.randomness import as_signed
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
 
+Stages = Mapping[int, Callable[..., Any]]  # the functions of a rank's stages, by their index
+
 _BUFFERS = {
     Kind.SEND_OUTPUT: "departure",
     Kind.RECEIVE_INPUT: "arrival",
@@ -152,12 +154,7 @@ class Executor:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        connection: Connection,
-        functions: Mapping[int, Callable[..., Any]],
-        schedule: Schedule,
-        graphs: bool = False,
+        self, manifest: Manifest, connection: Connection, functions: Stages, schedule: Schedule, graphs: bool
     ) -> None:
         self.sent: Counter[str] = Counter()
         self.measured = Measured(Stopwatch(connection.rank.device))

@@ -58,9 +58,10 @@ class WholeParameters:
 
         def closure() -> Tensor:
             if any(self._parameters[name]._version != version for name, version in versions.items()):
+                kind = type(optimizer).__name__
                 raise ValueError(
-                    f"{type(optimizer).__name__} evaluates its closure at weights that it has changed, and a model whose "
-                    "parameters are whole cannot be called: compute both gradients before the step"
+                    f"{kind} evaluates its closure at weights that it has changed, and the model cannot be called while "
+                    "its parameters are whole: compute all gradients before the step"
                 )
             return loss
 
