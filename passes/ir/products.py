@@ -12,6 +12,17 @@ from torch import fx
 from autoptd.passes.ir.nodes import argument, aten_name, shape_of
 from autoptd.runtime import collectives, kernels
 
+CONVOLUTIONS = tuple(f"conv{turned}{n}d" for turned in ("", "_transpose") for n in (1, 2, 3))
+EQUATIONS = {
+    **dict.fromkeys(("dot", "vdot"), "k,k->"),
+    **dict.fromkeys(("mv", "addmv"), "mk,k->m"),
+    **dict.fromkeys(("_scaled_mm", "_scaled_mm_v2"), "mk,kn->mn"),
+    **{"addbmm": "bmk,bkn->mn", "cdist": "...mk,...nk->...mn"},
+}
+# A row, or an element of a sum, belongs to one group. By the dimensions of both factors.
+GROUPED_EQUATIONS = {(2, 3): "mk,gkn->mn", (3, 2): "gmk,kn->mn", (2, 2): "mk,kn->gmn", (3, 3): "gmk,gkn->gmn"}
+GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "transformers::grouped_mm_fallback")
+
 
 @dataclass(frozen=True)
 class MatrixProduct:
@@ -76,11 +87,10 @@ def find_factors(node: fx.Node) -> Sequence[fx.Node]:
     product = read_product(node)
     if product is not None:
         return product.factors
-    name = aten_name(node.target)
-    if name == "einsum":
-        operands = read_einsum(node).operands
+    if operands := read_einsum(node).operands:
         return operands if len(operands) == 2 else ()
-    factors: Any = node.args[:2] if name in ("conv1d", "conv2d", "conv3d") else ()
+    name, given = aten_name(node.target), node.args
+    factors: Any = given[:2] if name in CONVOLUTIONS else (given[0], given[2]) if name == "bilinear" else ()
     return factors  # type: ignore[no-any-return]
 
 
@@ -117,7 +127,18 @@ class Einsum:
 
 
 def read_einsum(node: fx.Node) -> Einsum:
-    """Return the equation of an einsum and its operands."""
-    groups, arrow, result = str(node.args[0]).replace(" ", "").partition("->")
-    operands: Any = node.args[1]
+    """Return the equation of an einsum, or of another product, and its operands; none of these for other calls."""
+    given: Any = node.args
+    name = aten_name(node.target)
+    if name == "einsum":
+        equation, operands = given[:2]
+    elif name in GROUPED:
+        operands = given[:2]
+        equation = GROUPED_EQUATIONS[len(shape_of(operands[0])), len(shape_of(operands[1]))]
+    elif name in EQUATIONS:
+        equation, first = EQUATIONS[name], int(name.startswith("add"))
+        operands = given[first : first + 2]
+    else:
+        return Einsum((), (), None)
+    groups, arrow, result = str(equation).replace(" ", "").partition("->")
     return Einsum(operands, groups.split(","), result if arrow else None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from torch import fx
 
 from autoptd.passes.ir.nodes import called, shape_of
-from autoptd.passes.ir.products import MatrixProduct, find_factors, read_einsum
+from autoptd.passes.ir.products import CONVOLUTIONS, MatrixProduct, find_factors, read_einsum
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
 from autoptd.passes.operators.products import multiply_as, product_gradients
@@ -96,14 +97,27 @@ def _costs(gemm: Callable[[fx.Node, Value], Product]) -> dict[str, Any]:
 
 
 def _convolution(node: fx.Node, value: Value) -> Product:
-    """[.., in, places] x [out, in / groups, kernel]: the result's channels, of what the kernel covers, everywhere."""
-    shape, (_, *covered) = value.shape(node), value.shape(find_factors(node)[1])
+    """[.., in, places] x [out, in / groups, kernel]: the result's channels, of what the kernel covers, everywhere.
+
+    A transposed one is that of the result by [in, out / groups, kernel].
+    """
+    x, weight = find_factors(node)
+    shape, (_, *covered) = value.shape(x if "transpose" in str(node.target) else node), value.shape(weight)
     channels = len(shape) - len(covered)
     places = prod(shape[:channels]) * prod(shape[channels + 1 :])
     return Product(1, places, shape[channels], prod(covered))
 
 
+def _bilinear(node: fx.Node, value: Value) -> Product:
+    """[.., i] x [out, i, j] x [.., j]: for each row and output a sum over both."""
+    weight, shape = value.shape(node.args[2]), value.shape(node)  # type: ignore[arg-type]
+    return Product(1, prod(shape[:-1]), shape[-1], prod(weight[1:]))
+
+
+# Of products that have no more rules, too.
+EQUATION = OperatorRules(**_costs(_einsum))
 RULES: Mapping[Any, OperatorRules] = {
-    aten.einsum: OperatorRules(axes=einsum_axes, **_costs(_einsum)),
-    **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), OperatorRules(**_costs(_convolution))),
+    aten.einsum: replace(EQUATION, axes=einsum_axes),
+    **{getattr(aten, name): OperatorRules(**_costs(_convolution)) for name in CONVOLUTIONS},
+    aten.bilinear: OperatorRules(**_costs(_bilinear)),
 }

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
+from autoptd.passes.ir.products import read_einsum
 from autoptd.passes.operators import (
     attention,
     einsums,
@@ -19,16 +20,17 @@ from autoptd.passes.operators import (
     vocabulary,
 )
 from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.unfamiliar import UNFAMILIAR
 
 _FAMILIES = (attention, einsums, kernels, pieces, pointwise, products, reductions, views, vocabulary)
 OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
-UNFAMILIAR = OperatorRules()
 
 
 def rules_of(node: fx.Node) -> OperatorRules:
-    """Return the record of the operator that a node calls; of one without a record, the defaults."""
+    """Return the record of the operator that a node calls; of one without a record, the defaults, and its costs."""
     target: Any = node.target
-    return OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target) or UNFAMILIAR
+    found = OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target)
+    return found or (einsums.EQUATION if read_einsum(node).operands else UNFAMILIAR)
 
 
 def has_trait(node: fx.Node, trait: Trait) -> bool:

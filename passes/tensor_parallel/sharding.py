@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx
 
+from autoptd.passes.ir.nodes import called
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import filled
 from autoptd.passes.operators import axes as ax
@@ -23,6 +24,7 @@ from autoptd.passes.operators.axis_map import ATTENTION, OF_ACTIVATIONS, RUNS, A
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.table import rules_of
 from autoptd.passes.operators.text_rule import name_rules, read_rules
+from autoptd.passes.operators.unfamiliar import UNFAMILIAR, bound_hidden
 from autoptd.passes.tensor_parallel.analysis import find_axes
 from autoptd.passes.tensor_parallel.choice import choose_axes, replicated_heads
 from autoptd.passes.tensor_parallel.gradient_copies import place_copies
@@ -59,6 +61,13 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     if axis_map.repeated:
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"
+    calls = (n for n in stage.graph.nodes if n.op == "call_function" and rules_of(n) is UNFAMILIAR)
+    hidden = {called(node): bound_hidden(node) for node in calls}
+    entry += "".join(
+        f"; {name} may hide up to {flops:,} FLOPs of a product, which no rule counts"
+        for name, flops in hidden.items()
+        if flops > program.model_flops / 100
+    )
     whole = replace(stage, graph=graph, parameters=parameters)
     symbols = name_dimensions(program, axis_map, divided, localizer.named)
     named, log = tuple(name_rules(rules or {}).items()), (*program.log, entry, *notes)

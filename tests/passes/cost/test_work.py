@@ -12,6 +12,7 @@ from torch import fx
 
 from autoptd.passes.cost.work import Product, backward_work, forward_work
 from autoptd.passes.ir.node_info import NodeInfo, describe
+from autoptd.passes.operators.unfamiliar import bound_hidden
 from autoptd.runtime import aten, collectives, kernels
 
 
@@ -43,6 +44,13 @@ X = tensor(2, 128, 64)
 HEADS = tensor(2, 4, 128, 16)
 SCORES = tensor(2, 4, 128, 128)
 IMAGE = tensor(2, 3, 16, 16)
+ROWS = tensor(8, 64)
+SQUARE = tensor(8, 8, dtype=torch.float32)
+OFFSETS = tensor(5, dtype=torch.int32)
+
+LIBRARY = torch.library.Library("losses_test", "FRAGMENT")
+LIBRARY.define("hidden(Tensor x, Tensor y) -> Tensor")
+torch.library.impl(LIBRARY, "hidden", "Meta")(lambda x, y: x.new_empty(len(x), y.shape[1]))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +100,40 @@ IMAGE = tensor(2, 3, 16, 16)
             call(aten.conv1d.default, tensor(2, 64, 9), tensor(32, 64, 3), result=tensor(2, 32, 7)),
             2 * (2 * 7) * 32 * (64 * 3),
         ),
+        (  # each row has one expert
+            call(aten._grouped_mm.default, ROWS, tensor(5, 64, 3), OFFSETS, result=tensor(8, 3)),
+            2 * 8 * 64 * 3,
+        ),
+        (  # the gradient of the experts: each row belongs to one sum
+            call(aten._grouped_mm.default, ROWS.t(), tensor(8, 3), OFFSETS, result=tensor(5, 64, 3)),
+            2 * 8 * 64 * 3,
+        ),
+        (
+            call(torch.ops.losses_test.hidden.default, ROWS, tensor(64, 3), result=tensor(8, 3)),
+            8 * 64,  # elementwise
+        ),
+        (call(aten.mv.default, ROWS, tensor(64), result=tensor(8)), 2 * 8 * 64),
+        (call(aten.addmv.default, tensor(8), ROWS, tensor(64), result=tensor(8)), 2 * 8 * 64),
+        (call(aten.dot.default, tensor(64), tensor(64), result=tensor()), 2 * 64),
+        (
+            call(aten.addbmm.default, ROWS, tensor(5, 8, 3), tensor(5, 3, 64), result=ROWS),
+            2 * 5 * 8 * 3 * 64,
+        ),
+        (call(aten.cdist.default, ROWS, tensor(6, 64), result=tensor(8, 6)), 2 * 8 * 6 * 64),
+        (
+            call(aten.bilinear.default, ROWS, ROWS, tensor(3, 64, 64), result=tensor(8, 3)),
+            2 * 8 * 3 * 64 * 64,
+        ),
+        (
+            call(
+                aten.conv_transpose1d.default, tensor(2, 64, 9), tensor(64, 32, 3), result=tensor(2, 32, 11)
+            ),
+            2 * (2 * 9) * 64 * (32 * 3),
+        ),
+        (  # made of others, in which torch's own counter finds products; and an element each
+            call(aten.linalg_multi_dot.default, [ROWS, ROWS.t(), ROWS], result=ROWS),
+            2 * (2 * 8 * 64 * 8) + 8 * 64,
+        ),
         (call(aten.gelu.default, X, result=X), 2 * 128 * 64),
         (call(aten.view.default, X, [256, 64], result=tensor(256, 64)), 0),
         (call(operator.getitem, X, 0, result=tensor(128, 64)), 0),
@@ -101,6 +143,34 @@ IMAGE = tensor(2, 3, 16, 16)
 )
 def test_flops(node: fx.Node, flops: int) -> None:
     assert forward_work(node).flops == flops
+
+
+def test_experts_cost_the_same_by_whatever_operator_transformers_multiplies() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    arguments, result = (ROWS, tensor(5, 64, 3), OFFSETS), tensor(8, 3)
+    fallback = forward_work(
+        call(torch.ops.transformers.grouped_mm_fallback.default, *arguments, result=result)
+    )
+    assert fallback == forward_work(call(aten._grouped_mm.default, *arguments, result=result))
+
+
+@pytest.mark.parametrize(
+    ("node", "flops"),
+    [
+        (
+            call(torch.ops.losses_test.hidden.default, ROWS, tensor(64, 3), result=tensor(8, 3)),
+            2 * 8 * 64 * 3,
+        ),
+        (call(aten.linalg_inv.default, SQUARE, result=SQUARE), 2 * 8 * 8 * 8),
+        (call(aten.linalg_multi_dot.default, [ROWS, ROWS.t(), ROWS], result=ROWS), 0),  # which is counted
+        (call(aten.logaddexp.default, ROWS, ROWS, result=ROWS), 0),
+        (call(aten.topk.default, ROWS, 2, result=(tensor(8, 2), tensor(8, 2, dtype=torch.int64))), 0),
+        (call(aten.index_add.default, ROWS, 0, OFFSETS, tensor(5, 64), result=ROWS), 0),
+    ],
+    ids=lambda value: getattr(value.target, "__name__", "") if isinstance(value, fx.Node) else "",
+)
+def test_a_product_that_no_rule_counts_has_a_bound(node: fx.Node, flops: int) -> None:
+    assert bound_hidden(node) == flops
 
 
 def test_grouped_queries_cost_what_their_heads_cost() -> None:
