@@ -102,8 +102,7 @@ class CompiledProgram:
 
     def rank(self, rank: int) -> RankProgram:
         """Return the program of one global rank. Raises ValueError outside the mesh."""
-        coordinates = self.mesh.coordinates(rank)
-        return RankProgram(self.manifest, rank, self.texts[coordinates.pipeline])
+        return RankProgram(self.manifest, rank, self.texts[self.mesh.coordinates(rank).pipeline])
 
     @paused_collector()
     def check(self) -> tuple[str, ...]:

@@ -75,9 +75,7 @@ def check_modes(*, schedule: str, recompute: object = MODES[0], layout: str = LA
             f"recompute is {recompute!r}; expected {', '.join(map(repr, MODES))}, or a positive number of layers"
         )
     if layout not in LAYOUTS:
-        raise ValueError(
-            f"layout is {layout!r}; expected 'sbh' (sequence first) or 'bsh' (the model's order)"
-        )
+        raise ValueError(f"layout is {layout!r}; expected 'sbh' (sequence first) or 'bsh' (the model's own)")
 
 
 def check_seed(seed: object) -> None:
@@ -91,9 +89,7 @@ def check_seed(seed: object) -> None:
 def check_graphs(graphs: object) -> None:
     """Raise ValueError unless `graphs` is "auto" or False."""
     if graphs is not False and graphs != "auto":
-        raise ValueError(
-            f"graphs is {graphs!r}; expected 'auto', which replays stages as CUDA graphs on CUDA, or False"
-        )
+        raise ValueError(f"graphs is {graphs!r}; expected 'auto' (stages are CUDA graphs on CUDA) or False")
 
 
 def check_flags(**flags: object) -> None:

@@ -14,7 +14,7 @@ from autoptd.passes.operators.proof import PlacementError
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Placement, Shard
-from autoptd.runtime.program.schedule import Action, compute_order, peak_in_flight
+from autoptd.runtime.program.schedule import Schedule, compute_order, peak_in_flight
 from autoptd.runtime.program.schedule_check import ScheduleError, check_schedule
 from autoptd.runtime.user_warnings import warn_caller
 
@@ -63,9 +63,7 @@ def _check_values(manifest: Manifest) -> None:
             )
 
 
-def check_program(
-    manifest: Manifest, stages: Sequence[Stage], schedule: Sequence[Sequence[Action]]
-) -> tuple[str, ...]:
+def check_program(manifest: Manifest, stages: Sequence[Stage], schedule: Schedule) -> tuple[str, ...]:
     """Raise `ProgramError` for the first contradiction between `manifest`, `stages` and `schedule`.
 
     The `stages` are traced from the texts, with the arguments and parameters that the manifest gives each. Proved, for
@@ -77,7 +75,7 @@ def check_program(
 
     Returns a line for each operator that the proof does not cover.
     """
-    _check_schedule(manifest, tuple(map(tuple, schedule)))
+    _check_schedule(manifest, schedule)
     for parameter in manifest.parameters.values():
         _check_axes(f"parameter {parameter.name}{list(parameter.shape)}", parameter.placement, manifest.mesh)
         for axis, placement in parameter.placement.items():
@@ -93,7 +91,7 @@ def check_program(
         raise ProgramError(str(error)) from None
 
 
-def _check_schedule(manifest: Manifest, schedule: tuple[tuple[Action, ...], ...]) -> None:
+def _check_schedule(manifest: Manifest, schedule: Schedule) -> None:
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     if len(manifest.stages) != p * v:
         raise ProgramError(
@@ -204,9 +202,7 @@ def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) 
         value = results[0].meta["val"] if len(results) == 1 else None
         if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
             shown = ", ".join(f"{place(n)} {_describe(n.meta['val'])}" for n in results)
-            raise ProgramError(
-                f"{at} is the last and returns {shown}; expected one scalar floating-point loss"
-            )
+            raise ProgramError(f"{at} is the last and returns {shown}; expected a scalar floating-point loss")
         return
     if len(results) != len(interface.sends):
         raise ProgramError(

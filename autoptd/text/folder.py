@@ -62,10 +62,9 @@ def load_folder(path: str | Path) -> tuple[tuple[str, ...], Manifest, dict[str, 
     count = manifest.mesh.pipeline
     texts = tuple(_read(folder / program_filename(rank, count)) for rank in range(count))
     try:
-        buffers = load_file(_existing(folder / BUFFERS))
+        return texts, manifest, load_file(_existing(folder / BUFFERS))
     except SafetensorError as error:
         raise ValueError(f"{folder / BUFFERS}: {error}; save the program again") from error
-    return texts, manifest, buffers
 
 
 def program_hash(texts: Sequence[str], manifest: Manifest) -> str:

@@ -106,9 +106,7 @@ class Recorder(GraphAppendingTracer):
         A function inside another is recomputed with it.
         """
         if getattr(rank, "node", None) is None or info(rank.node).role != "rank":  # type: ignore[attr-defined]
-            raise ValueError(
-                f"the first argument of recompute is {rank}; expected recompute(rank, function, *values)"
-            )
+            raise ValueError(f"recompute begins with {rank}; expected recompute(rank, function, *values)")
         if self._group is not None:
             return function(rank, *values)
         name = function.__name__

@@ -29,8 +29,7 @@ def write_body(stage: Stage, names: Names, headings: Headings, mesh: Mesh) -> It
     repeated = find_repeated(stage, mesh)
 
     def write_modules(nodes: Sequence[fx.Node], indent: str = INDENT) -> Iterator[str]:
-        groups = groupby(nodes, lambda node: headings.group(info(node).path))
-        for number, (path, run) in enumerate(groups):
+        for number, (path, run) in enumerate(groupby(nodes, lambda node: headings.group(info(node).path))):
             members = list(run)
             if number:
                 yield ""

@@ -25,15 +25,7 @@ from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.program.schedule_text import format_schedule
 from autoptd.text.comments import Headings, write_bytes, write_value_shape
 from autoptd.text.expressions import Names, quote, write_value
-from autoptd.text.statements import (
-    WIDTH,
-    align,
-    beside,
-    write_body,
-    write_calls,
-    write_comment,
-    write_heading,
-)
+from autoptd.text.statements import WIDTH, align, write_body, write_calls, write_comment, write_heading
 
 ADVICE = (
     "This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it."
@@ -98,14 +90,13 @@ def _write_stage(stage: Stage, manifest: Manifest, index: int, headings: Heading
 def _write_signature(manifest: Manifest, index: int, taken: Sequence[fx.Node], names: Names) -> list[str]:
     interface, tensor, values = manifest.stages[index], manifest.mesh.tensor, taken[1:]
     came = [f"from stage {index - 1}, {_crossing(manifest, b, 'gathered')}" for b in interface.receives]
-    notes = [*came, *["batch"] * len(interface.inputs)]
     comments = [
         write_comment(write_value_shape(node, tensor), note, columns=len(values) == 1)
-        for node, note in zip(values, notes, strict=True)
+        for node, note in zip(values, [*came, *["batch"] * len(interface.inputs)], strict=True)
     ]
     head = f"def stage_{index}("
     if len(values) == 1:
-        return [beside(f"{head}rank, p, {names[values[0]]}):", comments[0])]
+        return align([(f"{head}rank, p, {names[values[0]]}):", comments[0])])
     if not values:
         return [f"{head}rank, p):"]
     rows = align([(f"    {names[node]},", note) for node, note in zip(values, comments, strict=True)])
@@ -126,13 +117,13 @@ def _write_return(manifest: Manifest, interface: StageInterface, output: fx.Node
     tensor = manifest.mesh.tensor
     if not interface.sends:
         shape = write_value_shape(value, tensor) if isinstance(value, fx.Node) else ""
-        return [beside(f"    return {text}", f"# {shape}".rstrip())]
+        return align([(f"    return {text}", f"# {shape}".rstrip())])
     notes = []
     for node, boundary in zip(values, interface.sends, strict=True):
         crossing = f"to stage {interface.index + 1}, {_crossing(manifest, boundary, 'scattered')}"
         notes.append(write_comment(write_value_shape(node, tensor), crossing))
     if len(notes) == 1:
-        return [beside(f"    return {text}", notes[0])]
+        return align([(f"    return {text}", notes[0])])
     codes = [f"        {names[node]}," for node in values]
     return ["    return (", *align(list(zip(codes, notes, strict=True))), "    )"]
 
@@ -156,8 +147,8 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
     if not result:
         return []
     rows = [f"        {quote(name)}: {value}," for name, value in result.items()]
-    comment = "# runs once, when weights are bound"
-    return [beside("def constants(p):", comment), *lines[1:], "", "    return {", *rows, "    }"]
+    head = align([("def constants(p):", "# runs once, when weights are bound")])
+    return [*head, *lines[1:], "", "    return {", *rows, "    }"]
 
 
 def keep_text(program: Program, name: str) -> None:

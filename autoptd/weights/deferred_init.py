@@ -33,6 +33,7 @@ from autoptd.runtime.program.placement import Draw
 from autoptd.weights.init_recorder import UnknownError, Writes
 
 R = TypeVar("R")
+Initializer = Callable[[nn.Module], object] | None
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 # Methods of modules, containers and tensors that a constructor may call, since they give no parameter its values.
@@ -43,9 +44,7 @@ _HARMLESS = re.compile(
 )
 
 
-def read_initial(
-    program: Program, *, model: nn.Module, initializer: Callable[[nn.Module], object] | None = None
-) -> Program:
+def read_initial(program: Program, *, model: nn.Module, initializer: Initializer = None) -> Program:
     """Give every parameter on the meta device its initial distributions, and buffers their values if known.
 
     If that is impossible, the program says why, and weights must be given. `model` is left as it is. Raises
@@ -79,9 +78,7 @@ def read_initial(
     return replace(program, stages=(replace(stage, parameters=parameters),), buffers=buffers, log=log)
 
 
-def _initialize(
-    model: nn.Module, initializer: Callable[[nn.Module], object] | None
-) -> tuple[nn.Module, Writes, str]:
+def _initialize(model: nn.Module, initializer: Initializer) -> tuple[nn.Module, Writes, str]:
     """Return a twin of `model`, the writes of its initialisation, and the code that made them. Raises UnknownError.
 
     An `initializer` starts from the writes of building the model; if these are unknown, it must write everything.

@@ -33,9 +33,7 @@ def read_weights(
     None or an empty folder, TypeError for other types.
     """
     if weights is None:
-        raise ValueError(
-            "this program has no model to take weights from; pass weights= (module, state_dict or folder)"
-        )
+        raise ValueError("no model to take weights from; pass weights= (module, state_dict or folder)")
     if isinstance(weights, (str, Path)):
         weights = SafetensorsFolder(weights)
     own: dict[str, Tensor | FileTensor] = {}
@@ -50,9 +48,7 @@ def read_weights(
             if not isinstance(value, Tensor) or value.layout is not torch.strided:
                 raise TypeError(f"weights[{name!r}] is a {type(value).__name__}; expected a dense tensor")
     else:
-        raise TypeError(
-            f"weights is a {type(weights).__name__}; expected a module, a state_dict, or a path of safetensors"
-        )
+        raise TypeError(f"weights is a {type(weights).__name__}; expected a module, a state_dict or a path")
     return own | {name: other for name, other in others.items() if name not in own or own[name].is_meta}
 
 
@@ -79,7 +75,7 @@ def check_given(manifest: Manifest, tensors: Weights) -> None:
     others = [name for name in tensors if name not in own]
     missing = [name for name in wanted if not any(known in tensors for known in all_names(manifest, name))]
     if missing:
-        raise ValueError(_describe_missing(manifest, others, missing, len(wanted), len(tensors)))
+        raise ValueError(_describe_missing(manifest, others, missing, len(tensors)))
     for name in wanted:
         known, expected = find_name(manifest, tensors, name), manifest.parameters[name]
         given = tensors[known]
@@ -112,12 +108,10 @@ def check_parameters(manifest: Manifest, model: nn.Module) -> None:
     more = [n for n in found if n not in manifest.parameters and n not in manifest.aliases]
     fewer = [n for n, p in manifest.parameters.items() if p.kind == "parameter" and n not in found]
     if more or fewer:
-        text = (
-            f"has {more[0]}, which the program lacks" if more else f"lacks {fewer[0]}, which the program has"
-        )
+        own, name, other = ("has", more[0], "lacks") if more else ("lacks", fewer[0], "has")
         raise ValueError(
-            f"the model {text} ({len(more)} more, {len(fewer)} fewer): give the model that was compiled, or "
-            "compile this one"
+            f"the model {own} {name}, which the program {other} ({len(more)} more, {len(fewer)} fewer): give the model "
+            "that was compiled, or compile this one"
         )
     homes: dict[int, str] = {}
     for name, p in found.items():
@@ -125,9 +119,7 @@ def check_parameters(manifest: Manifest, model: nn.Module) -> None:
         if found.get(stored) is not p:
             raise ValueError(f"{name} is tied to {stored} in the program, but not in the model: tie them")
         if (home := homes.setdefault(id(p), stored)) != stored:
-            raise ValueError(
-                f"{name} is tied to {home} in the model, but not in the program: compile it again"
-            )
+            raise ValueError(f"{name} is tied to {home} in the model, but not in the program: compile again")
         if manifest.parameters[stored].requires_grad != p.requires_grad:
             raise ValueError(
                 f"the parameter {name} {'requires' if p.requires_grad else 'requires no'} gradient now, unlike when "
@@ -141,9 +133,7 @@ def _wanted(manifest: Manifest) -> list[str]:
     return [n for n, p in manifest.parameters.items() if p.kind != "constant" and manifest.homes(n)]
 
 
-def _describe_missing(
-    manifest: Manifest, others: list[str], missing: list[str], wanted: int, given: int
-) -> str:
+def _describe_missing(manifest: Manifest, others: list[str], missing: list[str], given: int) -> str:
     shown = []
     for name in missing[:SHOWN]:
         ends = (other for other in others if name.endswith("." + other) or other.endswith("." + name))
@@ -151,9 +141,9 @@ def _describe_missing(
         shown.append(f"{name}{list(manifest.parameters[name].shape)}" + f" (nearest: {near})" * bool(near))
     more = f" and {len(missing) - SHOWN} more" * (len(missing) > SHOWN)
     return (
-        f"{len(missing)} of the model's {wanted} tensors are not among the {given} given: {', '.join(shown)}"
-        f"{more}; give the whole model's, under the names of its state_dict. Files of the class below, or for another "
-        "version of the model, have other names: give weights=autoptd.SafetensorsFolder(path, rename=function), or "
-        "(where experts are saved one by one, too) load them with from_pretrained of the compiled class and save with "
-        "save_pretrained(folder, save_original_format=False)"
+        f"{len(missing)} of the model's {len(_wanted(manifest))} tensors are not among the {given} given: "
+        f"{', '.join(shown)}{more}; give the whole model's, under the names of its state_dict. Files of the class "
+        "below, or for another version of the model, have other names: give weights=autoptd.SafetensorsFolder(path, "
+        "rename=function), or (where experts are saved one by one, too) load them with from_pretrained of the compiled "
+        "class and save with save_pretrained(folder, save_original_format=False)"
     )
