@@ -511,7 +511,7 @@ def test_the_last_stage_returns_the_loss(program: CompiledProgram) -> None:
         output.args = (named(graph, "lm_head"),)
 
     assert refusal(program, stages=edit(program, 1, change)) == (
-        "stage 1 is the last and returns lm_head at lm_head (gpt.py:N) float32[16, 2, 34]; expected one "
+        "stage 1 is the last and returns lm_head at lm_head (gpt.py:N) float32[16, 2, 34]; expected a "
         "scalar floating-point loss"
     )
 
