@@ -19,6 +19,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
 from autoptd.capture.custom_autograd import Functions
 from autoptd.capture.eval_mode import compare_evaluation
@@ -28,12 +29,20 @@ from autoptd.capture.objective import DataDependentError, LossError, Objective
 from autoptd.capture.side_effects import SideEffectError, keeping_attributes, refuse_hooks, refuse_new_hooks
 from autoptd.capture.source_lines import short_line, user_line
 from autoptd.passes.ir.node_info import NodeInfo, describe
-from autoptd.passes.ir.nodes import where
+from autoptd.passes.ir.nodes import aten_name, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.user_warnings import warn_caller
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # that depend on data: all sizes are known
+CHECKS = frozenset(
+    [
+        *("_assert_async", "_assert_scalar", "_assert_tensor_metadata"),
+        *("sym_constrain_range", "sym_constrain_range_for_size"),
+    ]
+)
 
 
 def capture(
@@ -51,31 +60,37 @@ def capture(
     module, and ValueError for what cannot be traced, with the user's file and line.
     """
     check_model(model)
-    for part in (model, loss_fn):
+    buffers: dict[str, Tensor] = {}
+    for name, part in (("captured", model), ("loss_fn", loss_fn)):
         if isinstance(part, nn.Module):
             refuse_hooks(part)
+            buffers |= part.named_buffers(name)
     examples = read_examples(model, example_inputs, loss_fn, microbatch_size)
     mode = make_mode()
     skeleton = make_skeleton(model, mode)
     with mode:
         values = tuple(torch.empty(i.shape, dtype=i.dtype) for i in examples.inputs)
     loss_twin = make_skeleton(loss_fn, mode) if isinstance(loss_fn, nn.Module) else loss_fn
-    objective = Objective(skeleton, examples, loss_twin)
+    objective = Objective(skeleton, examples, loss_twin, buffers)
     functions = Functions()
     autocast = read_autocast(model)
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.
     dtypes = torch.autocast("cpu", autocast.dtype) if autocast else nullcontext()
-    with dtypes, patch.object(transformer, "_detect_is_causal_mask", _is_said_causal):
+    said_causal = patch.object(transformer, "_detect_is_causal_mask", _is_said_causal)
+    with dtypes, said_causal, assuming() as assumed:
         with keeping_attributes(objective):
             exported = _export(objective, values, functions)
         differences = tuple(_compare_modes(objective, mode, values))
-    notes = (*functions.check(), *differences)
+    unchecked = "is an assertion on data, and not in the program: a step checks row numbers and labels"
+    notes = (*functions.check(), *differences, *(f"{line} {unchecked}" for line in assumed))
     tensors = _name_tensors(model, loss_fn, exported, objective.result.assigned)
     graph = _build_graph(exported, tensors, examples)
     stage = Stage(graph, tensors.parameters, fx.Graph())
     log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
-    return Program(mesh, (stage,), *known, autocast=autocast, fixed=examples.fixed)
+    read = (name.removeprefix("captured.") for name in objective.known.read)
+    proved = frozenset(tensors.aliases.get(name, name) for name in read)
+    return Program(mesh, (stage,), *known, proved, autocast=autocast, fixed=examples.fixed)
 
 
 def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -136,7 +151,7 @@ def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Ten
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
     made = objective.result.calls.made
     try:
-        with run_without_data(mode), Functions().watch(), refuse_new_hooks():
+        with run_without_data(mode), Functions().watch(), refuse_new_hooks(), objective.known:
             calls = compare_evaluation(objective, made, lambda: objective.find_loss(*values))
     except SideEffectError:
         raise
@@ -252,6 +267,7 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Example
     """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
     inputs = [s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
     names = dict(zip(inputs, (i.name for i in examples.inputs), strict=True))
+    _drop_checks(exported.graph)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, fx.Node] = {}
@@ -281,9 +297,17 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Example
     return graph
 
 
+def _drop_checks(graph: fx.Graph) -> None:
+    """Drop what only checks numbers that depend on data, and the numbers that nothing else reads."""
+    for node in reversed(graph.nodes):
+        checks = aten_name(node.target) in CHECKS
+        if not node.users and (checks or isinstance(node.meta.get("val"), NUMBERS)):
+            graph.erase_node(node)
+
+
 def _check_value(node: fx.Node) -> None:
     """Raise ValueError for a number that depends on data, such as the length of a list made from a tensor."""
-    if isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
+    if isinstance(node.meta["val"], NUMBERS):
         raise ValueError(
             f"{where(node)}: {node.target} makes a number from a tensor's values, and a graph whose sizes change with "
             "the batch cannot be compiled; keep the number in a tensor, or take it from shapes or the config"
@@ -293,6 +317,7 @@ def _check_value(node: fx.Node) -> None:
 def _region(owner: fx.GraphModule, node: fx.Node) -> fx.Graph:
     """Return the graph of a ``torch.no_grad`` or autocast region, which the exported graph calls as a submodule."""
     region = getattr(owner, str(node.target))
+    _drop_checks(region.graph)
     for inner in region.graph.nodes:
         nested = _region(region, inner) if inner.op == "get_attr" else None
         _describe_node(inner, inner, region=nested)

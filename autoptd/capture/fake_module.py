@@ -44,6 +44,14 @@ def run_without_data(mode: FakeTensorMode) -> Iterator[None]:
         noisy.disabled = before
 
 
+@contextlib.contextmanager
+def leave_device() -> Iterator[None]:
+    """Make new tensors on the CPU, whatever device the caller has set, as ``with torch.device("meta")`` does."""
+    # The mode of a device is asked at every call of torch, so it is entered where it is needed alone.
+    with contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield
+
+
 def make_skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Copy `model`'s structure; every parameter and buffer becomes a twin without data, ties kept.
 

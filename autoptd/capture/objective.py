@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
+from autoptd.capture.known_values import KnownValues
 from autoptd.capture.side_effects import refuse_side_effects
 from autoptd.runtime.program.manifest import Output
 
@@ -28,9 +29,18 @@ class Result:
 
 
 class Objective(nn.Module):
-    """A module that calls `model` with the inputs of `examples` and returns the scalar loss; `result` is the rest."""
+    """A module that calls `model` with the inputs of `examples` and returns the scalar loss; `result` is the rest.
 
-    def __init__(self, model: nn.Module, examples: Examples, loss_fn: Callable[..., Tensor] | None) -> None:
+    `buffers` are those that a trace may read, as `KnownValues` takes them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        examples: Examples,
+        loss_fn: Callable[..., Tensor] | None,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.captured = model
         self.names = [i.name for i in examples.inputs]
@@ -38,13 +48,19 @@ class Objective(nn.Module):
         self.loss_fn = loss_fn
         self.targets = frozenset(examples.targets)
         self.result = Result()
+        self.known = KnownValues(self, buffers or {})
 
     def forward(self, *values: Tensor) -> Tensor:
         try:
             if not torch.compiler.is_exporting():
                 return self.find_loss(*values)
             self.result.calls = Calls()
-            with refuse_side_effects(self, self.result.assigned), NoGradRegions(), self.result.calls:
+            with (
+                refuse_side_effects(self, self.result.assigned),
+                NoGradRegions(),
+                self.known,
+                self.result.calls,
+            ):
                 return self.find_loss(*values)
         except RuntimeError as error:
             if "data-dependent" in str(error).lower():

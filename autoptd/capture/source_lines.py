@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Sequence
 from traceback import FrameSummary
+from types import FrameType
 
 import torch
 
@@ -18,16 +20,27 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 def user_line(frames: Sequence[FrameSummary]) -> str:
     """Return the innermost frame outside torch and this package: "/home/me/gpt.py:52: y = f(x)", or ""."""
     for frame in reversed(frames):
-        if not _is_foreign(frame.filename):
+        if not is_foreign(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""
 
 
+def user_frame() -> tuple[FrameType | None, set[str]]:
+    """Return the innermost running frame outside torch and this package, and the names of the functions within it."""
+    frame: FrameType | None = sys._getframe(1)
+    calls = set()
+    while frame is not None and is_foreign(frame.f_code.co_filename):
+        calls.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return frame, calls
+
+
 def short_line(stack_trace: str) -> str:
     """Return the user's place in a graph node's recorded stack, without folder and code: "gpt.py:52", or ""."""
-    frames = [(file, line) for file, line in _FRAME.findall(stack_trace) if not _is_foreign(file)]
+    frames = [(file, line) for file, line in _FRAME.findall(stack_trace) if not is_foreign(file)]
     return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
 
 
-def _is_foreign(filename: str) -> bool:
+def is_foreign(filename: str) -> bool:
+    """Return whether a file is none of the user's: of torch, of this package, or no file."""
     return filename.startswith((_TORCH, _HERE, "<")) or filename == contextlib.__file__

@@ -246,7 +246,8 @@ def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -
     found = {name: gather_tensor(manifest, rank, slices, name) for name in saved_names(manifest)}
     gathered = {name: whole for name, whole in found.items() if whole is not None}
     aliases = manifest.aliases if rank.number == 0 else {}
-    return gathered | {alias: gathered[stored] for alias, stored in aliases.items()}
+    # A buffer that the user's module does not save is not gathered, whatever its names.
+    return gathered | {alias: gathered[stored] for alias, stored in aliases.items() if stored in gathered}
 
 
 def saved_names(manifest: Manifest) -> list[str]:

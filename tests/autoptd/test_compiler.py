@@ -138,6 +138,53 @@ def test_programs_bound_in_inference_mode_train() -> None:
     assert all(parameter.grad is not None for parameter in parallel.parameters())
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_default_device_of_the_caller_changes_no_program(device: str) -> None:
+    """For meta, where models are built under it: the tables of a forward are made in the trace."""
+    model, mesh = GPT(CONFIG), (1, 1, 1)
+    plain = autoptd.compile(model, mesh)
+    with torch.device(device):
+        program = autoptd.compile(model, mesh)
+        assert torch.empty(()).device.type == device
+    assert program.texts == plain.texts
+    assert program.verify().passed
+
+
+class Rotary(nn.Module):
+    """Tables of positions, kept out of the state, of which one is read by the constructor only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("theta", torch.linspace(0, 1, 8), persistent=False)
+        self.register_buffer("cache", torch.linspace(0, 1, 64).view(8, 8), persistent=False)
+
+
+class Turning(nn.Module):
+    """Layers that share one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, rotary = nn.Embedding(16, 8), Rotary()
+        self.h = nn.ModuleList(nn.ModuleDict({"rope": rotary, "linear": nn.Linear(8, 8)}) for _ in range(2))
+
+    def forward(self, idx: torch.Tensor) -> torch.Tensor:
+        x = self.table(idx)
+        for layer in self.h:
+            x = layer["linear"](x + layer["rope"].cache[: x.shape[1]])  # type: ignore[index]
+        loss: torch.Tensor = x.square().mean()
+        return loss
+
+
+def test_layers_may_share_a_module_of_buffers_that_are_not_saved(tmp_path: Path) -> None:
+    model = Turning()
+    program = autoptd.compile(model, (1, 1, 1), example_inputs={"idx": torch.zeros(1, 8, dtype=torch.long)})
+    parallel = program.bind()
+    state = parallel.full_state_dict()
+    Turning().load_state_dict(state)
+    parallel.load_full_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 def test_weights_come_from_a_module_a_state_dict_or_safetensors(tmp_path: Path) -> None:
     model = GPT(CONFIG)
     state = {n: t.clone() for n, t in model.state_dict().items() if n != "lm_head.weight"}
