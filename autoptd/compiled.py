@@ -139,6 +139,7 @@ class CompiledProgram:
         weights: str | Mapping[str, Tensor] | None = None,
         batch: Mapping[str, Tensor] | None = None,
         seed: int = 0,
+        dtype: str = "float64",
         **unknown: object,
     ) -> Report:
         """Run one step of all ranks on this machine in float64 and compare loss and every gradient.
@@ -160,7 +161,7 @@ class CompiledProgram:
             count = self.manifest.num_microbatches * self.mesh.data
             whole = [replace(program.manifest, num_microbatches=count) for program in programs]
             programs = [programs[find_shape(whole, batch)]]
-        given: Any = {"weights": weights, "batch": batch, "seed": seed}
+        given: Any = {"weights": weights, "batch": batch, "seed": seed, "dtype": dtype}
         reports = []
         for own in programs:
             known = own.texts, own.manifest, own.buffers, reference, self.loss_fn

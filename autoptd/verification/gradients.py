@@ -19,22 +19,29 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step of one rank or of the plain model: loss, gradients, the number of promoted casts, notes on the loss."""
+    """A step of one rank or of the plain model: loss, gradients, the number of promoted casts, notes on the loss.
+
+    `norm` is that by which the whole gradient would be clipped.
+    """
 
     loss: float
     gradients: Mapping[str, Tensor]
     promoted: int
     notes: tuple[str, ...] = ()
+    norm: float = 0.0
 
 
 def join_gradients(manifest: Manifest, found: list[StepResult]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return whole gradients from the first replica's first owners, and where ranks that must agree do not."""
     mesh = manifest.mesh
     wrong = [
-        f"rank {rank} has the loss {result.loss!r}, rank 0 {found[0].loss!r}"
+        f"rank {rank} has the {what} {own!r}, rank 0 {first!r}"
         for rank, result in enumerate(found)
-        if result.loss != found[0].loss
-        and not (result.loss != result.loss and found[0].loss != found[0].loss)
+        for what, own, first in (
+            ("loss", result.loss, found[0].loss),
+            ("norm of the gradient", result.norm, found[0].norm),
+        )
+        if own != first and not (own != own and first != first)
     ]
     whole: dict[str, Tensor] = {}
     for name, parameter in manifest.parameters.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -31,8 +32,12 @@ def run_plain(
     loss_fn: Callable[..., Tensor] | None,
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
+    precise: bool = True,
 ) -> StepResult:
-    """Run one step; microbatches are weighed by their valid labels if the program does so, else equally."""
+    """Run one step; microbatches are weighed by their valid labels if the program does so, else equally.
+
+    In float64 unless it is not to be `precise`: then as it trains, under the autocast that it was compiled in.
+    """
     examples = replace(read_examples(model, make_example(manifest), loss_fn, None), inputs=manifest.inputs)
     objective = Objective(model, examples, loss_fn)
     leaves = {}
@@ -50,10 +55,10 @@ def run_plain(
         keeping_attributes(objective),
         _reparametrize_module(objective, swapped),
         torch.enable_grad(),
-        leave_autocast(),
+        leave_autocast() if precise or not manifest.autocast else torch.autocast("cpu", manifest.autocast),
         Functions().watch(),  # a checkpoint would compute again in the backward, with dropout
         DropoutOff(),
-        Promotion(_find_rounding(manifest)) as promotion,
+        Promotion(_find_rounding(manifest)) if precise else nullcontext() as promotion,
     ):
         for part in objective.children():
             set_training(part)
@@ -67,11 +72,12 @@ def run_plain(
                 if leaf.grad is not None:  # not in place: two gradients may share memory
                     sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
                     leaf.grad = None
-        promoted, pair = promotion.count, list(losses)[:2]
+        promoted, pair = promotion.count if promotion else 0, list(losses)[:2]
         apart = _average({index: losses[index] for index in pair}, valid)
         both = take_parts(manifest, batch, count, *pair).values()
-        notes = tuple(_compare_losses(apart, lambda: objective(*both)))
-    return StepResult(_average(losses, valid), sums, promoted, notes if count > 1 else ())
+        notes = tuple(_compare_losses(apart, lambda: objective(*both))) if precise and count > 1 else ()
+    norm = torch.nn.utils.get_total_norm(sums.values())
+    return StepResult(_average(losses, valid), sums, promoted, notes, float(norm))
 
 
 def take_parts(manifest: Manifest, batch: Mapping[str, Tensor], num: int, *indices: int) -> dict[str, Tensor]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from autoptd.capture.source_lines import user_line
+from autoptd.capture.source_lines import short_line, user_line
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
@@ -26,14 +28,18 @@ from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.weights.slices import check_proved
-from autoptd.text.reader import read_texts, trace_program
+from autoptd.text.reader import read_texts, text_filename, trace_program
+from autoptd.verification.fault_line import Values, find_first_right, find_first_wrong
 from autoptd.verification.float64 import Promotion, promote
 from autoptd.verification.gradients import StepResult, compare_gradients, join_gradients
 from autoptd.verification.random_inputs import draw_batch, draw_weights
 from autoptd.verification.reference import run_plain, take_parts
-from autoptd.verification.report import Report
+from autoptd.verification.report import LOSS, NORM, Report
 from autoptd.weights.sources import check_parameters
 
+T = TypeVar("T")
+
+ROUNDINGS = 16
 COPIES = 3  # of each tensor while a step runs: itself, its gradient, and a sum on its way
 PLAIN = "the plain model"
 MARGIN = 256 * 2**20  # bytes for activations and the rest
@@ -49,18 +55,24 @@ def verify_program(
     weights: str | Mapping[str, Tensor] | None = None,
     batch: Mapping[str, Tensor] | None = None,
     seed: int = 0,
+    dtype: str = "float64",
 ) -> Report:
     """Run one step of every rank of the program `texts`, a thread each, and compare with `model`.
 
-    Both run in float64, as in training but without dropout; casts to fewer bits inside are promoted in both. `model`
-    is left as it is. `weights`: None for the model's own; "random" to draw from `seed`, for a model on the meta
-    device; else whole tensors by the user's names. `batch`: whole tensors of all d * m microbatches, by input name;
-    None to draw from `seed`.
+    Both run in float64, as in training but without dropout; casts to fewer bits inside are promoted in both. With the
+    `dtype` "model", for models that refuse float64, both run as they train, and may differ by `ROUNDINGS` times what
+    another rounding of the weights changes in the plain model. `model` is left as it is. `weights`: None for the
+    model's own; "random" to draw from `seed`, for a model on the meta device; else whole tensors by the user's names.
+    `batch`: whole tensors of all d * m microbatches, by input name; None to draw from `seed`.
 
     Raises ValueError if `model` has other parameters than the program; if the step does not fit into memory, with the
     bytes it needs; if tensors are missing; if a buffer has other values than those the program was proved for; or if
     the batch has a number for which the model or a text has no row.
     """
+    if dtype not in ("float64", "model"):
+        raise ValueError(
+            f"dtype is {dtype!r}; expected 'float64', or 'model' for the dtypes that the model trains in"
+        )
     check_parameters(manifest, model)
     check_memory(manifest)
     start = time.perf_counter()
@@ -68,22 +80,59 @@ def verify_program(
     tensors = draw_weights(manifest, model, buffers, weights, seed)
     check_proved(manifest, tensors)
     values = draw_batch(program, manifest, batch, seed)
-    wide = widen(manifest)
+    precise = dtype == "float64"
+    if not precise:
+        tensors = {name: x.to(manifest.parameters[name].dtype) for name, x in tensors.items()}
+        values = {i.name: values[i.name].to(i.dtype) for i in manifest.inputs}
+    wide = widen(manifest) if precise else manifest
     # The plain model first: the texts must accept every batch that it accepts.
-    with _explain_rows(PLAIN, "pass batch= with values that it accepts", values):
-        plain = run_plain(manifest, model, loss_fn, tensors, values)
-    with _explain_rows("the program", "the plain model accepts it: correct the lookup in the text", values):
-        found = _run_ranks(texts, wide, tensors, values)
+    given = manifest, model, loss_fn
+    way = "pass batch= with values that it accepts"
+    plain = _explain(PLAIN, way, values, lambda: run_plain(*given, tensors, values, precise))
+    way = "the plain model accepts it: correct the lookup in the text"
+    found = _explain("the program", way, values, lambda: _run_ranks(texts, wide, tensors, values, precise))
     own, disagreements = join_gradients(wide, found)
-    return Report(
+    errors = compare_gradients(own, plain.gradients)
+    bounds: dict[str, float] = {}
+    if not precise:
+        other = run_plain(*given, _round_again(tensors, seed), values, precise)
+        bounds = compare_gradients(other.gradients, plain.gradients) | {
+            LOSS: abs(other.loss / plain.loss - 1)
+        }
+        bounds[NORM] = abs(other.norm / plain.norm - 1)
+        floor = max(torch.finfo(x.dtype).eps for x in tensors.values() if x.is_floating_point())
+        bounds = {name: ROUNDINGS * max(bound, floor) for name, bound in bounds.items()}
+    report = Report(
         loss=found[0].loss,
         reference_loss=plain.loss,
-        gradient_errors=compare_gradients(own, plain.gradients),
+        gradient_errors=errors,
+        norm_error=abs(found[0].norm - plain.norm) / max(plain.norm, 1e-300),
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
         notes=(*plain.notes, *_notes(program, manifest, plain.promoted, sum(r.promoted for r in found))),
+        bounds=bounds,
     )
+    if LOSS not in report.wrong:
+        return replace(report, fault=find_first_right(program, report.wrong))
+    # The values of both runs are kept in another turn, since only a failure is worth that.
+    with Values() as reference:
+        run_plain(*given, tensors, values, precise)
+    lines: dict[int, Values] = {}
+    _run_ranks(texts, wide, tensors, values, precise, lines)
+    first = [lines[rank].lines for rank in sorted(lines) if manifest.mesh.coordinates(rank).data == 0]
+    return replace(report, fault=find_first_wrong(program, reference.found, first))
+
+
+def _round_again(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return the weights with about half of their elements rounded to the next number above or below."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(x: Tensor) -> Tensor:
+        step = torch.finfo(x.dtype).eps * torch.rand(x.shape, generator=generator, dtype=torch.float64)
+        return (x * (1 + step)).to(x.dtype)
+
+    return {name: move(x) if x.is_floating_point() else x for name, x in tensors.items()}
 
 
 def check_memory(manifest: Manifest) -> None:
@@ -127,16 +176,27 @@ def widen(manifest: Manifest) -> Manifest:
 
 
 def _run_ranks(
-    texts: Sequence[str], manifest: Manifest, tensors: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+    texts: Sequence[str],
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    precise: bool,
+    watched: dict[int, Values] | None = None,
 ) -> list[StepResult]:
-    """Return every rank's step by global rank, run from the functions and the schedule of the texts."""
+    """Return every rank's step by global rank, run from the functions and the schedule of the texts.
+
+    `watched` gets the sums of the values of each rank.
+    """
     programs = read_texts(texts, manifest)
     schedule = tuple(program.actions for program in programs)
     cores = torch.get_num_threads()
 
     def step(connection: Connection) -> StepResult:
         at = connection.rank.coordinates
-        with Promotion() as promotion:
+        watch = Values(text_filename(manifest, at.pipeline)) if watched is not None else nullcontext()
+        if isinstance(watch, Values) and watched is not None:
+            watched[connection.rank.number] = watch
+        with watch, Promotion() if precise else nullcontext() as promotion:
             program = programs[at.pipeline]
             constants = program.constants or (lambda p: {})
             functions = ShapeFunctions(manifest, program.stages, constants, schedule, tensors)
@@ -145,8 +205,9 @@ def _run_ranks(
             replica = take_parts(manifest, batch, manifest.mesh.data, at.data)
             loss = find_loss(manifest.output, parallel(**replica))
             loss.backward()
+            norm = float(parallel.clip_grad_norm_(math.inf))
         gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
-        return StepResult(float(loss.detach()), gradients, promotion.count)
+        return StepResult(float(loss.detach()), gradients, promotion.count if promotion else 0, norm=norm)
 
     torch.set_num_threads(max(1, cores // manifest.mesh.size))
     try:
@@ -156,37 +217,40 @@ def _run_ranks(
         torch.set_num_threads(cores)
 
 
-@contextmanager
-def _explain_rows(who: str, way: str, batch: Mapping[str, Tensor]) -> Iterator[None]:
-    """Turn torch's error for a missing row into one that says where, and what the batch holds.
-
-    Also for operators that do not take float64, and for tensors without values.
-    """
+def _explain(who: str, way: str, batch: Mapping[str, Tensor], run: Callable[[], T]) -> T:
+    """Run one side of the comparison; turn its error into one that says where, and what to do."""
     try:
-        yield
-    except (IndexError, RuntimeError) as error:
-        line = user_line(traceback.extract_tb(error.__traceback__))
-        if re.search(r"\bmeta\b", str(error).lower()):
-            raise ValueError(
-                f"verify: {who} reads a tensor on the meta device that is neither a parameter nor a buffer, at {line}: "
-                f"{error}. Register it as a buffer, or build the model on the CPU"
-            ) from error
-        if "got Double" in str(error):
-            raise ValueError(
-                f"verify computes in float64, and {who} has an operator that does not, at {line}: {error}. Compile the "
-                "model with another one; for transformers' experts: model.set_experts_implementation('batched_mm')"
-            ) from error
-        if not isinstance(error, IndexError) and "out of bounds" not in str(error):
-            raise ValueError(f"verify computes in float64, where {who} fails at {line}: {error}") from error
-        held = (
-            f"{name} from {int(x.min())} to {int(x.max())}"
-            for name, x in batch.items()
-            if x.numel() and not x.is_floating_point() and x.dtype is not torch.bool
-        )
-        raise ValueError(
-            f"verify: {who} looks up a row that does not exist: {error}, at {line}. The batch holds "
-            f"{', '.join(held)}; {way}"
-        ) from error
+        return run()
+    except Exception as error:
+        line = user_line(traceback.extract_tb(error.__traceback__)) or _find_forward_line(run)
+        found, what = f"{error}, at {line}", type(error).__name__
+        if isinstance(error, IndexError) or "out of bounds" in str(error):
+            held = (
+                f"{name} from {int(x.min())} to {int(x.max())}"
+                for name, x in batch.items()
+                if x.numel() and not x.is_floating_point() and x.dtype is not torch.bool
+            )
+            what, way = "looks up a row that does not exist", f"The batch holds {', '.join(held)}; {way}"
+        elif re.search(r"\bmeta\b", str(error).lower()):
+            what = "reads a tensor on the meta device that is neither a parameter nor a buffer"
+            way = "Register it as a buffer, or build the model on the CPU"
+        else:
+            what = f"fails with {what}"
+            way = "verify computes in float64; with dtype='model' it computes as the model trains"
+        raise ValueError(f"verify: {who} {what}: {found}. {way}") from error
+
+
+def _find_forward_line(run: Callable[[], object]) -> str:
+    """Run what failed in its backward again; return the line of the forward that torch says is to blame."""
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ):
+        warnings.simplefilter("always")
+        with suppress(Exception):
+            run()
+    lines = (short_line(str(one.message)) for one in caught)
+    return next((f"{line}, in its backward" for line in lines if line), "a place that torch does not tell")
 
 
 def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> Iterator[str]:

@@ -94,6 +94,9 @@ def test_a_dropped_all_reduce_of_the_backward_is_caught(program: CompiledProgram
         "gradient of wpe.weight on rank 1 differs from that of rank 0" in d for d in report.disagreements
     )
     assert "verify FAILED: 4 ranks" in str(report)
+    assert re.search(
+        r"backward goes wrong behind program_00.py:\d+: the gradient of h.0.ln_1.(weight|bias)", report.fault
+    )
     assert re.search(r"\d\.\de[+-]\d\d  h\.0\.ln_1\.(weight|bias)\n", str(report))
 
 
@@ -113,7 +116,47 @@ def test_a_scaled_branch_is_caught(program: CompiledProgram) -> None:
     new = f"aten.mul({old[0]}, 1.001)"
     report = edited(program, old[0], new, rank=1)
     assert not report.passed
+    line = program.texts[1][: program.texts[1].index(old[0])].count("\n") + 1
+    assert f"the first wrong value is made at program_01.py:{line}, after" in report.fault
     assert report.worst[1] > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_the_model_s_own_dtype_rounding_passes_and_faults_do_not(dtype: torch.dtype) -> None:
+    program = compile_gpt((2, 2, 1), gpt().to(dtype))
+    report = program.verify(dtype="model")
+    assert report.passed, report
+    assert report.worst[1] > 1e-12
+    (old,) = set(re.findall(r"bias=p\[\"h.0.attn.c_proj.bias\"\]", "".join(program.texts)))
+    texts = tuple(
+        text.replace(old, old.replace("c_proj.bias", "c_proj.bias") + " * 3") for text in program.texts
+    )
+    faulty = replace(program, texts=texts).verify(dtype="model")
+    assert not faulty.passed
+    assert "h.0.attn.c_proj.bias" in faulty.wrong
+
+
+def test_an_assertion_and_an_error_of_the_backward_have_their_line() -> None:
+    def refuse(x: Tensor) -> Tensor:
+        assert x.dtype is torch.float32, "only in float32"
+        return x.mean()
+
+    def overwrite(x: Tensor) -> Tensor:
+        y = x.exp()
+        return (y if x.dtype is torch.float32 else y.add_(1)).mean()
+
+    ids = torch.randint(0, 67, (2, 8))
+    examples: Any = {"example_inputs": {"idx": ids, "targets": ids}, "num_microbatches": 2}
+    for loss, found in (
+        (refuse, r"AssertionError: only in float32.*, at .*test_step.py:\d+: assert "),
+        (
+            overwrite,
+            r"RuntimeError: .* modified by an inplace operation.*, at test_step.py:\d+, in its backward",
+        ),
+    ):
+        program = autoptd.compile(Lost(loss), (1, 1, 1), **examples)
+        with pytest.raises(ValueError, match=f"(?s)the plain model fails with {found}"):
+            program.verify()
 
 
 def test_an_edited_schedule_runs(program: CompiledProgram) -> None:
@@ -535,6 +578,11 @@ def test_a_model_that_takes_no_float64_is_named_with_its_line() -> None:
     program = autoptd.compile(Lost(lose), (1, 1, 1), example_inputs=examples, num_microbatches=2)
     with pytest.raises(
         ValueError,
-        match=r"computes in float64, where the plain model fails at .*test_step\.py:\d+: .*: not in float32",
+        match=r"the plain model fails with RuntimeError: not in float32, at .*test_step\.py:\d+: .*dtype='model'",
     ):
         program.verify()
+    report = program.verify(dtype="model")
+    assert report.passed, report
+    assert "in its own dtype" in str(report)
+    with pytest.raises(ValueError, match="dtype is 'half'; expected 'float64', or 'model'"):
+        program.verify(dtype="half")
