@@ -222,13 +222,13 @@ class CompiledProgram:
     ) -> Explanation:
         """Explain the time of a step on `cluster`: print the result, or read its fields.
 
-        It has the critical rank, the cost of the bubble, the exposed communication, the effect of moving the cuts of
-        the longest stage, and that of one more chunk, microbatch or tensor rank. The last are estimates (see
-        `Estimator`) with the program's own `options`; they need the model, which a loaded program does not have, and
-        ranks in their default order. `training` are arguments of `simulate`, with the same ValueErrors.
+        It has the critical rank, the cost of the bubble, the exposed communication, and the effect of one more chunk,
+        microbatch or tensor rank. The last are estimates (see `Estimator`) with the program's own `options`; they need
+        the model, which a loaded program does not have, and ranks in their default order. `training` are arguments of
+        `simulate`, with the same ValueErrors.
         """
         simulation = self.simulate(cluster, dtype, **training)
-        known = self.manifest, self.stages, self.schedule, simulation, self.model, self.loss_fn, self.options
+        known = self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options
         return explain_program(*known, Training(**training))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -143,7 +143,7 @@ def test_a_users_names_are_no_markup(program: CompiledProgram, tmp_path: Path) -
     hurt = replace(
         program.overview, title=bad, log=(bad,), tied=(tied,), stages=(first, *program.overview.stages[1:])
     )
-    explained = replace(program.explain("dgx-a100"), moves=(bad,))
+    explained = replace(program.explain("dgx-a100"), modules=bad)
     write_page(tmp_path / "page.html", hurt, explained.simulation, explained.lines, [f"# {bad}"])
     elements = read(tmp_path / "page.html")
     assert elements.tags.count("script") == 3  # the page's own
