@@ -424,7 +424,12 @@ def main() -> None:
         lines.append(f"| {fault.name} | {fault.published} | {found.by or 'NOTHING'} | {said} |")
         print(lines[-1], flush=True)
     if write:
-        PAGE.write_text(f"# The zoo of wrong gradients\n\n{__doc__}\n" + "\n".join(lines) + "\n")
+        _, _, about = __doc__.partition("\n\n")
+        PAGE.write_text(
+            f"# The zoo of wrong gradients\n\nFaults that parallel training systems have had in silence. {about}\n"
+            + "\n".join(lines)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":
