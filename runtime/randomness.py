@@ -149,14 +149,23 @@ def draw_mask(
     matrices = causal and moment.is_cpu and inner % (size := prod(shape[-2:])) == run % size == 0
     if matrices and shape[-1] % BLOCK == 0:
         seen = _find_seen(*shape[-2:])
-    words = (seed & WORD, seed >> 32 & WORD)
-    kept = _keep_runs(words, call & WORD, operator, samples, starts, run, count_dropped(p), seen)
+    draws = Draws((seed & WORD, seed >> 32 & WORD), call & WORD, operator, count_dropped(p))
+    kept = _keep_runs(draws, samples, starts, run, seen)
     return kept.reshape(batch, elements // inner, inner).transpose(0, 1).reshape(tuple(shape))
 
 
 def count_dropped(p: float) -> int:
     """Return how many of the 2**16 numbers drop their element: the smallest ones."""
     return round(p * LEVELS)
+
+
+class Draws(NamedTuple):
+    """What all draws of a mask have in common: the key of their counters, two words of these, and how many drop."""
+
+    key: tuple[Any, Any]
+    call: Any
+    operator: int
+    dropped: int
 
 
 class Seen(NamedTuple):
@@ -172,16 +181,7 @@ def _find_seen(queries: int, keys: int) -> Seen:
     return Seen(seen.numel(), seen.flatten().nonzero().flatten())
 
 
-def _keep_runs(
-    key: tuple[Any, Any],
-    call: Any,
-    operator: int,
-    samples: Tensor,
-    starts: range,
-    run: int,
-    dropped: int,
-    seen: Seen | None,
-) -> Tensor:
+def _keep_runs(draws: Draws, samples: Tensor, starts: range, run: int, seen: Seen | None) -> Tensor:
     """Draw masks of the `run` elements from each of `starts` on, for every sample: bool [samples, starts, run].
 
     Of runs of whole matrices only the blocks that are `seen` are drawn, where they begin at their elements.
@@ -197,7 +197,7 @@ def _keep_runs(
     if seen is not None:
         blocks = blocks.view(-1, seen.size)[:, seen.places].view(1, -1)
     kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=device)
-    _fill(kept, blocks, operator, samples, call, key, dropped)
+    _fill(kept, blocks, samples, draws)
     if seen is not None:  # a block is as wide as one int64
         drawn = kept.view(torch.int64).view(len(samples), -1, len(seen.places))
         kept = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -209,37 +209,29 @@ def _keep_runs(
     return kept.gather(2, place.expand(len(samples), -1, -1))
 
 
-def _fill(
-    kept: Tensor,
-    blocks: Tensor,
-    operator: int,
-    samples: Tensor,
-    call: Any,
-    key: tuple[Any, Any],
-    dropped: int,
-) -> None:
+def _fill(kept: Tensor, blocks: Tensor, samples: Tensor, draws: Draws) -> None:
     """Fill `kept` [samples, blocks, 8], for the numbers of the `blocks` [1, blocks] and of the `samples`.
 
     On a CPU in numpy, which multiplies integers in less than half torch's time, and on one thread: beside OpenMP's,
     which spin between operators, further ones made a step slower by a third.
     """
-    calls = torch.as_tensor(call).view(1, 1)
-    counter: Any = (blocks & WORD, (blocks >> 32 << OPERATOR_BITS) | operator, samples[:, None] & WORD, calls)
+    high = (blocks >> 32 << OPERATOR_BITS) | draws.operator
+    counter: Any = blocks & WORD, high, samples[:, None] & WORD, torch.as_tensor(draws.call).view(1, 1)
     if kept.is_cpu:
         counter = [word.numpy() for word in counter]
     for rows, columns in _tiles(kept.shape, CPU_CHUNK if kept.is_cpu else DEVICE_CHUNK):
         low, high, sample, calls = counter
-        words: Any = philox((low[:, columns], high[:, columns], sample[rows], calls), key)
+        words: Any = philox((low[:, columns], high[:, columns], sample[rows], calls), draws.key)
         into = kept[rows, columns]
         if kept.is_cpu:
             drawn = np.empty((*into.shape[:-1], 4), "<u4")
             for number, word in enumerate(words):
                 drawn[..., number] = word
-            np.greater_equal(drawn.view("<u2"), dropped, out=into.numpy())
+            np.greater_equal(drawn.view("<u2"), draws.dropped, out=into.numpy())
             continue
         for number, word in enumerate(words):
-            into[..., 2 * number] = (word & (LEVELS - 1)) >= dropped
-            into[..., 2 * number + 1] = (word >> 16) >= dropped
+            into[..., 2 * number] = (word & (LEVELS - 1)) >= draws.dropped
+            into[..., 2 * number + 1] = (word >> 16) >= draws.dropped
 
 
 def _tiles(shape: Sequence[int], chunk: int) -> list[tuple[slice, slice]]:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
+from autoptd.passes.ir.names import free_name
 from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import where
 from autoptd.text.call_arguments import resolve_overload, shorten_call
@@ -57,12 +58,9 @@ class Names:
             name = "_" + re.sub(r"\W", "_", name)
         if keyword.iskeyword(name):
             name += "_"
-        candidate, number = name, 0
-        while candidate in self._taken:
-            number += 1
-            candidate = f"{name}_{number}"
-        self._taken.add(candidate)
-        return candidate
+        free = free_name(name, self._taken)
+        self._taken.add(free)
+        return free
 
 
 def write_call(node: fx.Node, names: Names) -> tuple[str, list[str]]:

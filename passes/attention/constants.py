@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.names import operator_word
+from autoptd.passes.ir.names import free_name, operator_word
 from autoptd.passes.ir.node_info import describe, info
 from autoptd.passes.ir.nodes import is_lifted, name_arguments
 from autoptd.passes.ir.program import Stage, constants_graph, constants_made, copy_graph
@@ -61,10 +61,7 @@ class Constants:
         for name, node in self.sources.items():
             if node is source:
                 return name
-        name, count = "constant.attention_mask", 0
-        while name in self.parameters:
-            count += 1
-            name = f"constant.attention_mask_{count}"
+        name = free_name("constant.attention_mask", self.parameters)
         val = source.meta["val"]
         self.parameters[name] = Parameter(name, tuple(val.shape), val.dtype, "constant", False)
         self.sources[name] = source

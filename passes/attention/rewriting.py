@@ -81,9 +81,7 @@ class Rewriter:
         self.proved |= mask.proved
         return mask
 
-    def _write_whole(
-        self, result: Result, factors: tuple[fx.Node, fx.Node, fx.Node], mask: Mask, scale: float
-    ) -> None:
+    def _write_whole(self, result: Result, factors: Sequence[fx.Node], mask: Mask, scale: float) -> None:
         old = result.node
         masks = () if mask.constant is None else (self._load(mask.constant, old),)
         options: dict[str, Any] = {"is_causal": True} if mask.verdict == "causal" else {}
@@ -120,8 +118,7 @@ class Rewriter:
             if isinstance(source, fx.Node) and shape_of(source) == wanted:
                 return source
             return self._emit(before, aten.reshape.default, node, list(wanted))
-        one_head = len(own) == 4 and own[:-2] == (*lead[:-1], 1)
-        return node if own[:-2] == lead or one_head else None
+        return node if own[:-2] == lead or (len(own) == 4 and own[:-2] == (*lead[:-1], 1)) else None
 
     def _without_scale(self, factor: fx.Node) -> tuple[fx.Node, float]:
         """Return the factor before a scaling that nobody else reads, and its number (1 without one)."""

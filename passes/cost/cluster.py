@@ -16,15 +16,7 @@ from autoptd.passes.cost.cluster_file import read_record, suggest, write_tables
 from autoptd.passes.cost.work import Product, Work
 
 SHIPPED = Path(__file__).parent / "clusters"
-ITEM_BYTES: Mapping[str, float] = {
-    "fp64": 8,
-    "fp32": 4,
-    "tf32": 4,
-    "bf16": 2,
-    "fp16": 2,
-    "fp8": 1,
-    "fp4": 0.5,
-}
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5}
 ELEMENT_FLOPS = 20  # of an element of an elementwise kernel: an exponential and some arithmetic
 SMALLEST_TILE = 2**12  # elements of a GEMM's result: smaller tiles are not worth their loads
 

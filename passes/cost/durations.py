@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, prod
@@ -17,12 +17,7 @@ from autoptd.runtime.program.mesh import Mesh
 
 NANOSECONDS = 10**9
 LEAST_BYTES = 2  # of an element in memory, whatever its products are computed in
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
+DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -113,6 +108,5 @@ class Durations:
     @cached_property
     def _neighbours(self) -> tuple[int, int]:
         rings = self.mesh.groups("pipeline")
-        return self.cluster.farthest(
-            pair for ring in rings for pair in zip(ring, (*ring[1:], ring[0]), strict=True)
-        )
+        pairs = (pair for ring in rings for pair in zip(ring, (*ring[1:], ring[0]), strict=True))
+        return self.cluster.farthest(pairs)

@@ -113,8 +113,7 @@ class Ledger:
         homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
         for node in self._values:
             for tensor in self._tensors(node):
-                fills = tensor_bytes(tensor) == tensor.untyped_storage().nbytes()
-                if fills or node.op == "placeholder":
+                if tensor_bytes(tensor) == tensor.untyped_storage().nbytes() or node.op == "placeholder":
                     homes.setdefault(tensor.untyped_storage(), (node, tensor))
         done = set(self._held)
         for node in self.nodes:

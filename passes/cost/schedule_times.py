@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -10,6 +10,8 @@ from typing import Any
 
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, find_in_flight
 from autoptd.runtime.program.schedule_check import execution_order
+
+Order = Sequence[tuple[int, Action]]  # actions, each with its rank
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,13 @@ class ActionTimes:
     blocking: bool = False
 
 
-def walking_order(schedule: Schedule) -> list[tuple[int, Action]]:
+def walking_order(schedule: Schedule) -> Order:
     """Return each rank and action that takes time (forwards, backwards, sends), in the order of `execution_order`."""
     return [step for step in execution_order(schedule) if not step[1].kind.receives]
 
 
 def walk(
-    order: Iterable[tuple[int, Action]],
-    num_ranks: int,
-    times: ActionTimes,
-    later: Callable[[Any, Any], Any] = max,
+    order: Order, num_ranks: int, times: ActionTimes, later: Callable[..., Any] = max
 ) -> Iterator[tuple[int, Action, Any, Any]]:
     """Yield (rank, action, start, end) of every forward, backward and sent message of a schedule.
 
@@ -61,16 +60,10 @@ def walk(
         yield rank, action, start, end
 
 
-def step_seconds(
-    order: Iterable[tuple[int, Action]],
-    num_ranks: int,
-    times: ActionTimes,
-    later: Callable[[Any, Any], Any] = max,
-) -> Any:
+def step_seconds(order: Order, num_ranks: int, times: ActionTimes, later: Callable[..., Any] = max) -> Any:
     """Return the end of the last forward or backward of a `walk`."""
     walked = walk(order, num_ranks, times, later)
-    last = {rank: end for rank, action, _, end in walked if action.kind.computes}
-    return reduce(later, last.values())
+    return reduce(later, {rank: end for rank, action, _, end in walked if action.kind.computes}.values())
 
 
 def rank_seconds(times: ActionTimes, num_ranks: int) -> list[Any]:

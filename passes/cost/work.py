@@ -112,7 +112,5 @@ def _in_half(work: Work, node: fx.Node) -> Work:
 
 
 def _accumulate(node: fx.Node, value: Value, times: int) -> Work:
-    size = value.bytes(node)
-    return Work(
-        elementwise=times * value.count(node), read=2 * times * size, written=times * size, launches=times
-    )
+    size = times * value.bytes(node)
+    return Work(elementwise=times * value.count(node), read=2 * size, written=size, launches=times)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -287,10 +287,7 @@ def _add_norm(node: fx.Node) -> Match | None:
     return Match(Call(_ADDED_NORMS[node.target], arguments, node, total.kwargs), earlier=(total,))
 
 
-_ADDED_NORMS: Mapping[Any, Any] = {
-    kernels.layer_norm: kernels.add_layer_norm,
-    kernels.rms_norm: kernels.add_rms_norm,
-}
+_ADDED_NORMS: Any = {kernels.layer_norm: kernels.add_layer_norm, kernels.rms_norm: kernels.add_rms_norm}
 
 _FUSED = [getattr(k, "default", k) for k, rules in OPERATORS.items() if Trait.FUSED_ATTENTION & rules.traits]
 RULES: Sequence[Rule] = (

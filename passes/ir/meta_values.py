@@ -38,8 +38,7 @@ class Propagation:
 
     def run(self, node: fx.Node) -> Any:
         """Return the meta value of a ``call_function`` node, from its arguments' values."""
-        arguments = shaping_arguments(node), tuple(sorted(node.kwargs.items()))
-        key = (node.target, self._key(arguments))
+        key = node.target, self._key((shaping_arguments(node), tuple(sorted(node.kwargs.items()))))
         if key not in self.known:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
             with torch.no_grad():

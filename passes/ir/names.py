@@ -43,8 +43,7 @@ def _copy_named(nodes: Iterable[fx.Node], find_name: Callable[[fx.Node, _Copies]
     values: _Copies = {}
     for node in nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        name = find_name(node, values)
-        values[node] = made = graph.create_node(node.op, node.target, args, kwargs, name)
+        values[node] = made = graph.create_node(node.op, node.target, args, kwargs, find_name(node, values))
         describe(made, node.meta["val"], info(node), **({"name": ""} if info(node).name else {}))
     return graph
 
@@ -123,15 +122,17 @@ def _candidate(node: fx.Node, result: bool, containers: tuple[str, ...], values:
     return name if name.isidentifier() else f"x_{name}"
 
 
-SHORT_WORDS = {
-    "scaled_dot_product_attention": "sdpa",
-    "scaled_softmax": "softmax",
-    "cross_entropy_loss": "loss",
-}
+SHORTER = {"scaled_dot_product_attention": "sdpa", "scaled_softmax": "softmax", "cross_entropy_loss": "loss"}
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return `name`, or the first of name_1, name_2 and so on that is not `taken`."""
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    return next(own for own in itertools.chain((name,), numbered) if own not in taken)
 
 
 def operator_word(target: Any) -> str:
     """Return an operator's plain name: aten.add.Tensor -> "add"."""
     packet = getattr(target, "overloadpacket", target)
     word = str(getattr(packet, "__name__", packet)).strip("_")
-    return SHORT_WORDS.get(word, word)
+    return SHORTER.get(word, word)

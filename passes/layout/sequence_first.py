@@ -34,8 +34,7 @@ def rewrite_layout(program: Program) -> Program:
     nothing is gained. Same numbers but for the order in which rows are added up.
     """
     (stage,) = program.stages
-    axis_map = find_axes(stage, 1, rules={})
-    inputs, _ = find_batch(program.inputs, axis_map)
+    inputs, _ = find_batch(program.inputs, find_axes(stage, 1, rules={}))
     numbers = [i for i in inputs if len(i.shape) == 2 and not i.dtype.is_floating_point]
     tokens = {i.name: i.shape for i in numbers if i.batch_dim is not None}
     if any(i.batch_dim for i in inputs if i.name in tokens):

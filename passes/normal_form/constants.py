@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.names import live_nodes
+from autoptd.passes.ir.names import free_name, live_nodes
 from autoptd.passes.ir.nodes import argument, is_lifted, where
 from autoptd.passes.ir.program import Program, Stage, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
@@ -172,9 +172,7 @@ class _Folder:
         origin = strip(node, Trait.VIEWS)
         # It becomes an attribute of the rank's nn.Module, which already has `to` and `type`.
         name = f"constant.{origin.name}" + "_value" * hasattr(torch.nn.Module, origin.name)
-        unique, count = name, 1
-        while unique in self.parameters or unique in self.made:
-            unique, count = f"{name}_{count}", count + 1
+        unique = free_name(name, {**self.parameters, **self.made})
         val = node.meta["val"]
         self.made[unique] = Parameter(unique, tuple(val.shape), val.dtype, "constant", False)
         with self.graph.inserting_before(node):

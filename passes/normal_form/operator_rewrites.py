@@ -39,9 +39,7 @@ _recurrent = _refused(
     "{} is a whole recurrent layer, which is not supported: write its steps with linear operators, or leave the layer "
     "out of the compiled model"
 )
-_embedding_bag = _refused(
-    "an embedding bag is not supported: write it as an embedding and the mean or sum of a bag"
-)
+_embedding_bag = _refused("an embedding bag is not supported: write an embedding and the mean or sum of bags")
 
 
 def _embedding(call: Call) -> fx.Node | None:

@@ -90,10 +90,7 @@ class Call:
 
 # Memory: in-place operators make new values, and views of written memory are taken again
 
-_SCATTERS: Mapping[Any, Any] = {
-    aten.slice.Tensor: aten.slice_scatter.default,
-    aten.select.int: aten.select_scatter.default,
-}
+_SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 
 
 @dataclass(eq=False)

@@ -224,9 +224,7 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
         )
     divided = next((i for i, f in enumerate(flat) if localizer.is_divided((f,))), None)
     if divided is not None and flat[divided].kind == "sum":
-        raise ValueError(
-            f"dropout over packed segments at {where(node)} cannot be divided; unpack them first"
-        )
+        raise ValueError(f"dropout over packed segments at {where(node)} cannot be divided; unpack them")
     found: dict[str, Any] = {"sample": sample}
     if divided is not None:
         found["divided"] = divided

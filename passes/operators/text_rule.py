@@ -130,9 +130,7 @@ def read_rule(text: str) -> TextRule:
     """Return the rule that a text stands for. Raises ValueError where the text is not of that form."""
     sides = text.split("->")
     if len(sides) != 2:
-        raise ValueError(
-            f'a sharding rule is written "b s h!, h f -> b s f"; found {text!r}, without one "->"'
-        )
+        raise ValueError(f'a sharding rule reads "b s h!, h f -> b s f"; found {text!r}, without one "->"')
     groups = [[group.split() for group in side.split(",")] for side in sides]
     whole = frozenset(name[:-1] for side in groups for group in side for name in group if name.endswith("!"))
     arguments, results = (tuple([name.rstrip("!") for name in group] for group in side) for side in groups)
@@ -157,13 +155,9 @@ def name_rules(rules: Mapping[Any, str] | None) -> dict[str, str]:
     for key, text in (rules or {}).items():
         operator = getattr(key, "_opoverload", key)  # of what torch.library.custom_op gives
         if not isinstance(operator, str) and not hasattr(operator, "__name__"):
-            raise TypeError(
-                f'rules has the key {key!r}; expected an operator, or its name such as "mylib.op"'
-            )
+            raise TypeError(f'rules has the key {key!r}; expected an operator, or its name, as "mylib.op"')
         if not isinstance(text, str):
-            raise TypeError(
-                f'the rule of {operator} must be a text such as "b s h, h f -> b s f", not {text!r}'
-            )
+            raise TypeError(f'the rule of {operator} must be a text such as "b s h -> b s h", not {text!r}')
         name = operator.replace("::", ".") if isinstance(operator, str) else operator_name(operator)
         named[name] = text
     return named

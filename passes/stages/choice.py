@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walking_order
+from autoptd.passes.cost.schedule_times import ActionTimes, Order, step_seconds, walking_order
 from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold, undominated
 from autoptd.passes.stages.solver import Cut, cut_sequence
-from autoptd.runtime.program.schedule import COMPUTING, Action, Kind, make_schedule
+from autoptd.runtime.program.schedule import COMPUTING, Kind, make_schedule
 
 # The ceiling of stages and the effort that `cut_sequence` gets for each candidate: the even cut of the dynamic
 # programme; balanced ranks of stages about as even; balanced ranks of any stages, as beside a heavy head, whose step
@@ -65,7 +65,7 @@ class Pipeline:
     v: int
 
     @cached_property
-    def _orders(self) -> list[list[tuple[int, Action]]]:
+    def _orders(self) -> list[Order]:
         counts = (self.m,) if self.m <= 4 * self.p else (2 * self.p, 4 * self.p)
         return [walking_order(make_schedule(self.schedule, self.p, count, self.v)) for count in counts]
 
@@ -144,8 +144,7 @@ def choose_cut(
         return Choice(fitting[0], 0, fitting[0], 0)
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
     lightest = min(range(len(fitting)), key=lambda i: (fitting[i].bottleneck, steps[i]))
-    fits = None if fitting[0].overflow else memory
-    sequence = fold(*rows, fits, num_stages, num_pipeline_ranks)
+    sequence = fold(*rows, None if fitting[0].overflow else memory, num_stages, num_pipeline_ranks)
     moved = [_move(cut, step, pipeline, sequence) for cut, step in zip(fitting, steps, strict=True)]
     cut, step = min(moved, key=lambda found: (found[1], found[0].bottleneck))
     return Choice(cut, step, fitting[lightest], steps[lightest])

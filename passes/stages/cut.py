@@ -188,9 +188,8 @@ def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
 
 def make_boundary(node: fx.Node) -> Boundary:
     value = node.meta["val"]
-    gradient = wants_gradient(node)
     (placement,) = info(node).placements
-    return Boundary(str(node.target), tuple(value.shape), value.dtype, gradient, placement)
+    return Boundary(str(node.target), tuple(value.shape), value.dtype, wants_gradient(node), placement)
 
 
 def _describe(choice: Choice, pipeline: int, name: str) -> str:

@@ -281,8 +281,7 @@ class _Search:
             held[k, n] = self._at(bytes_before, k + 1) - self._at(bytes_before, k)
         for row in sequence.in_flight.tolist():
             for rank in range(sequence.num_ranks):
-                stages = range(rank, sequence.num_stages, sequence.num_ranks)
-                total = sum(held[k, row[k]] for k in stages)
+                total = sum(held[k, row[k]] for k in range(rank, sequence.num_stages, sequence.num_ranks))
                 self.model.add(total <= (limit - int(sequence.reserved[rank]) >> shift) - hidden)
 
     def _at(self, prefix: Ints, cut: int) -> cp_model.IntVar:

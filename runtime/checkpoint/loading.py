@@ -30,7 +30,7 @@ from autoptd.runtime.checkpoint.schedulers import choose_schedulers
 from autoptd.runtime.checkpoint.tensor_file import open_tensors, read_region
 from autoptd.runtime.comm.agreement import share_text
 from autoptd.runtime.program.tagged_json import decode_value
-from autoptd.runtime.weights.slices import check_own_proved, saved_names
+from autoptd.runtime.weights.slices import check_proved, saved_names
 
 Key = tuple[str, str]  # the name of a tensor, and of an optimizer state or ""
 
@@ -69,7 +69,7 @@ def load_step(training: Training, folder: Path, trust_pickle: bool) -> Any:
             else:
                 loaded = _read_good(training, folder / name)
             try:
-                check_own_proved(training.manifest, training.slices, loaded.tensors)
+                check_proved(training.manifest, loaded.tensors)
             except ValueError as error:
                 raise CheckpointError(f"{folder}: {error}") from error
             for key, state in loaded.schedulers.items():

@@ -111,8 +111,7 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
 
 def check_world_size(mesh: Mesh) -> None:
     """Raise ValueError unless there are as many processes as the mesh has ranks."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    world_size = dist.get_world_size() if dist.is_initialized() else launched
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == mesh.size:
         return
     legal = sorted(

@@ -74,9 +74,7 @@ class _ThreadReceive:
             channel.world.wait(lambda: number in channel.arrived, what)
             x = channel.arrived.pop(number)
         if x.shape != self.shape or x.dtype != self.dtype:
-            raise RuntimeError(
-                f"{what} met a send of {x.dtype}{list(x.shape)}: the two ends disagree on their order"
-            )
+            raise RuntimeError(f"{what} met a send of {x.dtype}{list(x.shape)}: the ends have other orders")
         return x
 
 

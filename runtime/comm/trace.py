@@ -64,8 +64,7 @@ def write_trace(
         if "tid" in event:
             event["tid"] = event["tid"] * len(rows) + event["pid"]
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
-    text = json.dumps(trace, separators=(",", ":"))
-    data = text.encode()
+    data = json.dumps(trace, separators=(",", ":")).encode()
     Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
 
 

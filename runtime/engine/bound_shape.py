@@ -15,7 +15,7 @@ from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.weights.file_tensor import Weights
-from autoptd.runtime.weights.slices import Constants, refresh_constants
+from autoptd.runtime.weights.slices import Constants, Slices, refresh_constants
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,7 @@ class BoundShape:
     length. `leaves` are what the stages compute with, as `read_leaves` made them last.
     """
 
-    def __init__(
-        self, program: ShapeFunctions, connection: Connection, slices: Mapping[str, Tensor], graphs: bool
-    ) -> None:
+    def __init__(self, program: ShapeFunctions, connection: Connection, slices: Slices, graphs: bool) -> None:
         self.manifest = program.manifest
         self.slices = slices
         self.leaves = StageLeaves()
@@ -81,6 +79,6 @@ class BoundShape:
         """Let go of the leaves, and so of memory that tensors leave."""
         self.leaves = StageLeaves()
 
-    def refresh(self, slices: Mapping[str, Tensor]) -> None:
+    def refresh(self, slices: Slices) -> None:
         """Compute the constants anew from the new values of buffers in `slices`. See `refresh_constants`."""
         refresh_constants(self.manifest, self._connection.rank, self._constants, {**slices, **self.slices})

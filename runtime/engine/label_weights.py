@@ -37,8 +37,7 @@ def find_divisors(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor]) -
         count = manifest.num_microbatches
         return torch.full((count,), float(count), dtype=torch.float64, device=rank.device)
     counts = count_valid(labels, batch[labels.name])
-    total = rank.group("data").all_reduce(counts.sum())
-    return total / (counts * rank.group("data").size)
+    return rank.group("data").all_reduce(counts.sum()) / (counts * rank.group("data").size)
 
 
 def read_items(manifest: Manifest, items: Any, device: torch.device) -> Tensor:

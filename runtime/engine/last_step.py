@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.manifest import Manifest
@@ -42,11 +43,7 @@ class LastStep:
 
 
 def read_last_step(
-    manifest: Manifest,
-    measured: Measured,
-    device: torch.device,
-    loss: torch.Tensor,
-    norm: torch.Tensor | None,
+    manifest: Manifest, measured: Measured, device: torch.device, loss: Tensor, norm: Tensor | None
 ) -> LastStep:
     """Read the last whole step from `measured`; wait for the device. No collective."""
     kinds = [span[0] for span in measured.spans]

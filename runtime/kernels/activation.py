@@ -15,6 +15,7 @@ from autoptd.runtime.kernels.operands import check_operands, check_rows, sum_row
 from autoptd.runtime.kernels.precision import promote, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 
+Approximation = Literal["none", "tanh"]
 KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 SQRT_2_OVER_PI = (2 / torch.pi) ** 0.5
@@ -24,7 +25,7 @@ def linear_gelu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    approximate: Literal["none", "tanh"] = "none",
+    approximate: Approximation = "none",
     transposed: bool = False,
 ) -> Tensor:
     """Compute ``gelu(linear(x, weight, bias))``; `weight` is [out, in], or [in, out] where `transposed`.
@@ -41,7 +42,7 @@ def activate_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    approximate: Literal["none", "tanh"],
+    approximate: Approximation,
     transposed: bool,
 ) -> Tensor:
     """Compute `linear_gelu` with the product of ``linear(x, weight, bias)``, with the bias or without."""
@@ -61,7 +62,7 @@ def activate_linear(
 def bias_gelu(
     x: Tensor,
     bias: Tensor,
-    approximate: Literal["none", "tanh"] = "none",
+    approximate: Approximation = "none",
     coefficient: float = SQRT_2_OVER_PI,
 ) -> Tensor:
     """Compute ``gelu(x + bias)``; `x` is [..., h], `bias` [h]. By tanh, `coefficient` is sqrt(2 / pi), rounded or not.
@@ -120,8 +121,7 @@ def _bias_gelu_backward(
 
 @define_operator("gated_product", _allocate, triton="elementwise")
 def _gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    activated = _activate(gate, kind, out=torch.empty_like(gate))
-    return _multiply(activated, up)
+    return _multiply(_activate(gate, kind, out=torch.empty_like(gate)), up)
 
 
 @define_operator("gated_product_backward", _allocate_gradients, triton="elementwise")

@@ -153,8 +153,7 @@ def find_key(
 
 def apply_mask(x: Tensor, p: float, key: Sequence[int], moment: Tensor, causal: bool = False) -> Tensor:
     """Return `x` times its mask, unscaled, like `x` in memory; `causal` scores are zero above the diagonal."""
-    mask = draw_mask(key, moment, p, x.shape, causal)
-    return torch.empty_like(x).copy_(mask).mul_(x)
+    return torch.empty_like(x).copy_(draw_mask(key, moment, p, x.shape, causal)).mul_(x)
 
 
 def keep_factor(p: float) -> float:

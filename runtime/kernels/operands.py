@@ -20,9 +20,7 @@ def check_operands(kernel: str, **tensors: Tensor | None) -> None:
                 f"{kernel} was given {name} of {tensor.dtype}, expected float64, float32, float16 or bfloat16"
             )
         if tensor.device != first.device:
-            raise ValueError(
-                f"{kernel} was given {name} on {tensor.device}, the others are on {first.device}"
-            )
+            raise ValueError(f"{kernel} was given {name} on {tensor.device}, others are on {first.device}")
 
 
 def check_rows(kernel: str, rows: Mapping[str, Tensor | None], **vectors: Tensor | None) -> None:

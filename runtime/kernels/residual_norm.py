@@ -64,9 +64,8 @@ def add_layer_norm(
     `weight`, `norm_bias` and `bias` are [h], `residual` is like `x` [.., h]; None leaves one out. For the
     mask see `keyed_dropout.dropout`. In half precision all is computed in float32, and the sum is rounded once.
     """
-    check_rows(
-        "add_layer_norm", {"x": x, "residual": residual}, weight=weight, norm_bias=norm_bias, bias=bias
-    )
+    rows = {"x": x, "residual": residual}
+    check_rows("add_layer_norm", rows, weight=weight, norm_bias=norm_bias, bias=bias)
     key, moment = find_key(rank, x, p, operator, sample, divided, shape)
     exact = {tensor.dtype for tensor in (x, weight, norm_bias, bias, residual) if tensor is not None}
     if exact in _EXACT and not key and runs_plainly(x):
@@ -195,8 +194,7 @@ def _differentiate_rms(outer: Tensor, x: Tensor, weight: Tensor, scale: Tensor) 
     product = outer * unit
     of_weight = sum_rows(product, scale.dtype)
     level = product.mul_(weight).mean(-1, keepdim=True)
-    inner = torch.mul(outer, weight, out=product)
-    return inner.addcmul_(unit, level, value=-1).mul_(scale), of_weight
+    return torch.mul(outer, weight, out=product).addcmul_(unit, level, value=-1).mul_(scale), of_weight
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -200,15 +200,14 @@ class BoundWeights:
 
     def _take_buffers(self) -> None:
         """Compute constants anew from buffers that were written or replaced. ValueError where they are compiled in."""
-        known, own = self.manifest.parameters, self.watch.buffers
+        own = self.watch.buffers
         for alias, name in self.manifest.aliases.items():
             if own.get(alias) is not own.get(name):
                 raise ValueError(
                     f"the buffer {alias} was replaced after bind, and is one with {name}: write its values "
                     "(buffer.copy_), or replace both by one tensor"
                 )
-        found = {n: b for n, b in own.items() if n in known and tuple(b.shape) == known[n].shape}
-        check_proved(self.manifest, found)
+        check_proved(self.manifest, own)
         self.refresh_constants()
         self._buffers = self._read_buffers()
 

@@ -139,12 +139,10 @@ def _check_whole(model: StepRunner, keys: list[str | int | None]) -> set[str | i
             f"of the model's, so clip the others alone, and for the model {CALL}"
         )
     given = {key for key in keys if key is not None}
-    sharded = model.weights.sharded
+    leaves, sharded = model.weights.leaves, model.weights.sharded
     given |= {index for index, own in sharded.items() if given.issuperset(own)}
     # Parameters that were frozen after their backward may be left out, on every rank.
-    trained = [
-        key for key, leaf in model.weights.leaves.items() if leaf.grad is not None and leaf.requires_grad
-    ]
+    trained = [key for key, leaf in leaves.items() if leaf.grad is not None and leaf.requires_grad]
     absent = [key for key in trained if key not in given]
     missing = sorted(key if isinstance(key, str) else next(iter(sharded[key])) for key in absent)
     if missing or not model.gradients_everywhere:

@@ -30,7 +30,7 @@ from autoptd.runtime.program.mesh import Coordinates
 from autoptd.runtime.user_warnings import warn_caller
 from autoptd.runtime.weights.pretrained import write_pretrained
 from autoptd.runtime.weights.slices import (
-    check_own_proved,
+    check_proved,
     gather_whole,
     load_whole,
     register_slices,
@@ -75,14 +75,11 @@ class Parallel(BoundModule):
         slices = take_slices(manifest, rank, program.constants, program.weights, drawn)
         self._shapes = [BoundShape(program, connection, {}, graphs)]
         for other in further:
-            own = other.constants, other.weights, drawn, manifest.parameters
-            self._shapes.append(
-                BoundShape(other, connection, take_slices(other.manifest, rank, *own), graphs)
-            )
+            known = other.constants, other.weights, drawn, manifest.parameters
+            own = take_slices(other.manifest, rank, *known)
+            self._shapes.append(BoundShape(other, connection, own, graphs))
         # The stages compute with trained weights in half precision, which are kept in float32.
-        narrow = {
-            name: x for name, x in slices.items() if x.dtype in HALF and manifest.parameters[name].is_trained
-        }
+        narrow = {n: x for n, x in slices.items() if x.dtype in HALF and manifest.parameters[n].is_trained}
         wide = {name: x.to(torch.float32) for name, x in narrow.items()}
         register_slices(self, manifest, {**slices, **wide})
         self.train(manifest.training)
@@ -218,7 +215,7 @@ class Parallel(BoundModule):
 
         Raises ValueError for other values of a buffer that were compiled into the program.
         """
-        check_own_proved(self._manifest, self._slices(), state_dict)
+        check_proved(self._manifest, state_dict)
         result = super().load_state_dict(state_dict, strict, assign)
         self._take_over()
         return result

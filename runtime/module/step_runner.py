@@ -202,7 +202,5 @@ class StepRunner:
     def _read_measured(self, asked: str) -> tuple[Measured, Tensor]:
         measured = self.shape.executor.measured
         if self.loss is None or not measured.spans:
-            raise RuntimeError(
-                f"no step has run, or the last one failed: call the parallel model before {asked}"
-            )
+            raise RuntimeError(f"no step has run, or the last failed: call the parallel model before {asked}")
         return measured, self.loss

@@ -25,9 +25,7 @@ def global_norm(
     `gradients` are whole, by name; those of `shards` are in the ``.grad`` of what this replica owns of them. Divided
     rows count on each tensor rank, undivided ones on the first; a tied parameter on its first owner.
     """
-    whole = [
-        rows for name, gradient in gradients.items() for rows in _own_rows(manifest, rank, name, gradient)
-    ]
+    whole = [rows for named in gradients.items() for rows in _own_rows(manifest, rank, *named)]
     parts = [part for shard in shards for part in _own_parts(manifest, rank, shard)]
     norm = _norm(whole, norm_type, rank.device)
     part = _norm(parts, norm_type, rank.device)

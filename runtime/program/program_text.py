@@ -70,8 +70,7 @@ def read_program(text: str, filename: str) -> ProgramText:
 
 def line_of(error: BaseException, filename: str) -> int:
     """Return the line of `filename` that raised `error`, in its innermost frame there; 0 if it has none."""
-    frames = walk_tb(error.__traceback__)
-    lines = [line for frame, line in frames if frame.f_code.co_filename == filename]
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == filename]
     return lines[-1] if lines else 0
 
 
@@ -91,7 +90,5 @@ def _read_schedule(
     for action in actions:
         if action.stage not in stages:
             known = ", ".join(f"stage_{index}" for index in sorted(stages))
-            raise ValueError(
-                f"{place} runs {action}, and there is no function stage_{action.stage}; the text has {known}"
-            )
+            raise ValueError(f"{place} runs {action}: no function stage_{action.stage}; the text has {known}")
     return actions

@@ -105,17 +105,14 @@ class Action(NamedTuple):
         return Action(self.stage - kind.direction, kind.send, self.microbatch)
 
 
-def make_schedule(
-    name: str, num_pipeline_ranks: int, num_microbatches: int, num_model_chunks: int = 1
-) -> Schedule:
-    """Return each pipeline rank's actions, sends and receives included.
+def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
+    """Return each pipeline rank's actions, sends and receives included: p ranks, m microbatches, v model chunks.
 
     "gpipe": all forwards, then all backwards, chunk by chunk. "1f1b": p - rank - 1 warm-up forwards, then one forward
     and one backward in turn; any number of microbatches. "interleaved_1f1b": the same in groups of p microbatches over
     v chunks, with 2(p - rank - 1) + (v - 1)p warm-up forwards (SC21 §2.2.2); with one chunk it is 1F1B itself.
     Backwards of a stage ascend in microbatches under all three. ValueError for what cannot be scheduled.
     """
-    p, m, v = num_pipeline_ranks, num_microbatches, num_model_chunks
     check_shape(name, p, m, v)
     return _add_transfers([list(compute_order(name, rank, p, m, v)) for rank in range(p)], p * v - 1)
 

@@ -15,20 +15,15 @@ class ScheduleError(ValueError):
     """A schedule that cannot run, or would not train: the first contradiction found."""
 
 
-def check_schedule(
-    schedule: Schedule, num_pipeline_ranks: int, num_model_chunks: int, num_microbatches: int
-) -> None:
+def check_schedule(schedule: Schedule, p: int, v: int, m: int) -> None:
     """Prove that the schedule runs p·v stages on m microbatches; ScheduleError names the first contradiction.
 
     Each (microbatch, stage) runs once forward and once backward on its rank, in an order that its values allow, and
     backwards of a stage in ascending microbatches. Each receive is posted before its value is needed, and each value
     is sent after it is made. Both ends of every channel have the same order, and no cycle of waits remains.
     """
-    p, v, m = num_pipeline_ranks, num_model_chunks, num_microbatches
     if len(schedule) != p:
-        raise ScheduleError(
-            f"the schedule has {len(schedule)} rows: expected one for each of {p} pipeline ranks"
-        )
+        raise ScheduleError(f"it has {len(schedule)} rows: expected one for each of {p} pipeline ranks")
     for rank, actions in enumerate(schedule):
         _check_rank(rank, actions, p, v, m)
     _check_channels(schedule, p)
@@ -92,9 +87,7 @@ def _check_rank(rank: int, actions: Sequence[Action], p: int, v: int, m: int) ->
         needed = needs[stage][kind]
         if needed is None:
             place = "first" if stage == 0 else "last"
-            reason = (
-                f"stage {stage} is the {place} stage" if p > 1 else "all stages are on this one pipeline rank"
-            )
+            reason = f"stage {stage} is the {place} stage" if p > 1 else "all stages are on this one rank"
             raise ScheduleError(f"rank {rank}: {action} leads nowhere: {reason}")
         for other, before in needed:
             if (other, before, microbatch) not in done:
@@ -157,8 +150,7 @@ def _check_channels(schedule: Schedule, p: int) -> None:
                 receives[(action.stage - action.kind.direction) % p, rank].append(action)
     for (source, destination), sent in sends.items():
         # Every value is sent and received exactly once by now: the two ends differ in order, if at all.
-        ends = zip(sent, receives[source, destination], strict=True)
-        for index, (action, found) in enumerate(ends):
+        for index, (action, found) in enumerate(zip(sent, receives[source, destination], strict=True)):
             if found != action.counterpart:
                 raise ScheduleError(
                     f"rank {destination}: {found} is message {index} from rank {source}, which sends "

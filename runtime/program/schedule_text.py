@@ -31,10 +31,7 @@ _WORD = re.compile(
     r"|(?P<token>[^\s()]+)|(?P<other>\)))"
 )
 
-_GROUP = (
-    "a group reads (0F1 0SEND_F1) x6 +1: its actions, how many times, and what each time adds to the "
-    "microbatches"
-)
+_GROUP = "a group reads (0F1 0SEND_F1) x6 +1: its actions, its times, and what each adds to the microbatches"
 
 
 class _Run(NamedTuple):
@@ -230,11 +227,7 @@ def _words(run: _Run) -> list[str]:
 
 
 def _repeat(actions: Sequence[Action], times: int, step: int) -> list[Action]:
-    return [
-        Action(stage, kind, microbatch + i * step)
-        for i in range(times)
-        for stage, kind, microbatch in actions
-    ]
+    return [Action(k, kind, i + step * time) for time in range(times) for k, kind, i in actions]
 
 
 def _end_section(actions: list[Action], section: tuple[int, int, int]) -> None:

@@ -133,7 +133,5 @@ def read_size(size: int | str) -> int:
         thousand = 1024 if match and match[3] else 1000
         found = int(float(match[1]) * thousand ** ("KMGT".index(match[2]) + 1)) if match else 0
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise ValueError(
-            f'max_shard_size={size!r}: expected the bytes of a file, as a number or as "5GB" or "512MiB"'
-        )
+        raise ValueError(f'max_shard_size={size!r}: expected the bytes of a file, as 10**9, "5GB", "512MiB"')
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from autoptd.runtime.weights.file_tensor import FileTensor, Weights, copy_rows, 
 from autoptd.runtime.weights.initialization import draw_slice
 from autoptd.runtime.weights.submodules import make_sliced_module
 
+Slices = Mapping[str, Tensor]  # of a rank, by name
 Constants = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 _BLOCK = 1 << 20  # elements hashed at once
@@ -64,9 +64,7 @@ def take_slices(
     return slices
 
 
-def refresh_constants(
-    manifest: Manifest, rank: Rank, constants: Constants, slices: Mapping[str, Tensor]
-) -> None:
+def refresh_constants(manifest: Manifest, rank: Rank, constants: Constants, slices: Slices) -> None:
     """Compute this rank's constants again from the buffers among its `slices`. A collective of the tensor group."""
     own = [name for name, p in manifest.parameters.items() if p.kind == "constant" and name in slices]
     if not own:
@@ -131,25 +129,22 @@ def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def check_proved(manifest: Manifest, tensors: Weights) -> None:
-    """Raise ValueError if a buffer of the whole `tensors` has other values than those the program was proved with."""
+    """Raise ValueError if a buffer in `tensors` has other values than those that the program was proved with.
+    A rank's part of a divided one says nothing of them.
+    """
     for proved in manifest.proved:
-        dtype = manifest.parameters[proved.name].dtype
+        known = manifest.parameters[proved.name]
         for name in all_names(manifest, proved.name):
             given = tensors.get(name)
-            if given is None or given.is_meta:
+            part = given is not None and known.placement.is_divided and tuple(given.shape) != known.shape
+            if given is None or given.is_meta or part:
                 continue
-            if hash_values(read_whole(given), dtype) != proved.digest:
-                raise ValueError(compiled_in(name))
-
-
-def check_own_proved(manifest: Manifest, slices: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
-    """Raise ValueError if `given` has other values of a buffer that was compiled in than this rank's `slices`."""
-    for proved in manifest.proved:
-        own, value = slices.get(proved.name), given.get(proved.name)
-        if own is None or value is None or own.shape != value.shape:
-            continue
-        if hash_values(own, own.dtype) != hash_values(value, own.dtype):
-            raise ValueError(compiled_in(proved.name))
+            if hash_values(read_whole(given), known.dtype) != proved.digest:
+                raise ValueError(
+                    f"the buffer {name} is given other values than it had when the program was compiled: the program "
+                    "was compiled with the old ones (a mask that was proved causal, say) and is right for them only; "
+                    "compile again from a model with the new values, or leave the buffer as it was"
+                )
 
 
 def check_tied(manifest: Manifest, tensors: Weights) -> None:
@@ -180,16 +175,7 @@ def _are_same(one: Tensor | FileTensor, two: Tensor | FileTensor, dtype: torch.d
     return True
 
 
-def compiled_in(name: str) -> str:
-    """Return the reason why other values of the buffer `name` cannot be loaded."""
-    return (
-        f"the buffer {name} is given other values than it had when the program was compiled: the program was compiled "
-        "with the old ones (a mask that was proved causal, say) and is right for them only; compile again from a model "
-        "with the new values, or leave the buffer as it was"
-    )
-
-
-def register_slices(root: nn.Module, manifest: Manifest, slices: Mapping[str, Tensor]) -> None:
+def register_slices(root: nn.Module, manifest: Manifest, slices: Slices) -> None:
     """Register `slices` below `root` under all their dotted names, in submodules; constants are not saved.
 
     Aliases come last, as in the user's modules, so that a tied tensor is listed under the name it is stored under.
@@ -217,9 +203,7 @@ def _open_path(modules: dict[str, nn.Module], path: str, layers: Mapping[str, st
     return modules[path]
 
 
-def load_whole(
-    manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], state: Mapping[str, Tensor]
-) -> None:
+def load_whole(manifest: Manifest, rank: Rank, slices: Slices, state: Mapping[str, Tensor]) -> None:
     """Write this rank's slices of a whole `state` into `slices`. ValueError where it does not fit."""
     names = saved_names(manifest)
     if unknown := sorted(set(state) - set(names) - set(manifest.aliases)):
@@ -241,7 +225,7 @@ def load_whole(
             own.copy_(torch.where(rounded == value, own, value))
 
 
-def gather_whole(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_whole(manifest: Manifest, rank: Rank, slices: Slices) -> dict[str, Tensor]:
     """Return every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere."""
     found = {name: gather_tensor(manifest, rank, slices, name) for name in saved_names(manifest)}
     gathered = {name: whole for name, whole in found.items() if whole is not None}
@@ -255,7 +239,7 @@ def saved_names(manifest: Manifest) -> list[str]:
     return [name for name in manifest.parameters if manifest.is_saved(name)]
 
 
-def gather_tensor(manifest: Manifest, rank: Rank, slices: Mapping[str, Tensor], name: str) -> Tensor | None:
+def gather_tensor(manifest: Manifest, rank: Rank, slices: Slices, name: str) -> Tensor | None:
     """Return the whole tensor `name` on the CPU of global rank 0, None elsewhere. Every rank of the replica calls it.
 
     The tensor group of the first pipeline rank that has it joins the slices, and broadcasts them along the pipeline.

@@ -242,9 +242,9 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
             ),
             r"q \[1, 2, 1, 8\], k \[1, 1, 4, 4\]",
         ),
-        (lambda x, v: kernels.linear_gelu(x, x.to("meta"), v[:2]), "weight on meta, the others are on cpu"),
+        (lambda x, v: kernels.linear_gelu(x, x.to("meta"), v[:2]), "weight on meta, others are on cpu"),
         (lambda x, v: kernels.bias_gelu(x, v.long()), "bias of torch.int64, expected float64, float32"),
-        (lambda x, v: kernels.bias_gelu(x, v.to("meta")), "bias on meta, the others are on cpu"),
+        (lambda x, v: kernels.bias_gelu(x, v.to("meta")), "bias on meta, others are on cpu"),
         (
             lambda x, v: kernels.bias_gelu(x, v, "erf"),  # type: ignore[arg-type]
             "approximate='erf', expected 'none' or 'tanh'",

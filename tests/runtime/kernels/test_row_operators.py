@@ -326,7 +326,7 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
             lambda x, v: kernels.rms_norm(x.int(), v, EPS),
             "rms_norm was given x of torch.int32, expected float64",
         ),
-        (lambda x, v: kernels.rms_norm(x, v.to("meta"), EPS), "weight on meta, the others are on cpu"),
+        (lambda x, v: kernels.rms_norm(x, v.to("meta"), EPS), "weight on meta, others are on cpu"),
         (
             lambda x, v: kernels.add_layer_norm(RANK, x, v, residual=v),
             r"x \[2, 8\] and residual \[8\], expected \[\.\., h\] and the same",
