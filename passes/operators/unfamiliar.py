@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from math import isqrt
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch.utils.flop_counter import FlopCounterMode
 
 from autoptd.passes.ir.nodes import has_gradients, results_of
 from autoptd.passes.operators.quantities import (
@@ -31,7 +31,8 @@ def count_products(node: fx.Node) -> int:
     call = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     key = f"{node.target}{call}"
     if key not in _counted:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tool = import_module("torch.utils.flop_counter")  # when it is needed: it imports Triton
+        with tool.FlopCounterMode(display=False) as counter, torch.no_grad():
             node.target(*call[0], **call[1])  # type: ignore[operator]
         _counted[key] = counter.get_total_flops()
     return _counted[key]
