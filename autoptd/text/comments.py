@@ -45,9 +45,7 @@ def write_value_shape(node: fx.Node, tensor: int) -> str:
         write_shape(part.dtype, part.shape, dim, tensor) if isinstance(part, Tensor) else ""
         for part, dim in zip(values, dims, strict=True)
     ]
-    if len(parts) > 1 and len(set(parts)) == 1:
-        return f"{len(parts)} x {parts[0]}"
-    return ", ".join(parts)
+    return f"{len(parts)} x {parts[0]}" if len(parts) > 1 and len(set(parts)) == 1 else ", ".join(parts)
 
 
 def write_communication(node: fx.Node, tensor: int) -> str:

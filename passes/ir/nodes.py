@@ -25,9 +25,7 @@ def refuse_random(node: fx.Node, target: Any) -> None:
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """Return an argument of the node's call, by position or by its schema name."""
-    if position < len(node.args):
-        return node.args[position]
-    return node.kwargs.get(name, default)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
 
 
 def name_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

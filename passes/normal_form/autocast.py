@@ -30,9 +30,7 @@ def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enable
         return outer
     if outer is None:
         return Autocast(device, dtype, enabled)
-    if device == "cuda" and outer.device == "cpu":
-        return outer
-    return Autocast(outer.device, dtype, enabled)
+    return outer if device == "cuda" and outer.device == "cpu" else Autocast(outer.device, dtype, enabled)
 
 
 def cast_arguments(

@@ -64,8 +64,7 @@ class Localizer:
     # Values
 
     def whole(self, node: Any) -> Any:
-        """Return the new value of `node`; a partial sum is all-reduced first, and its biases are added once, after
-        that."""
+        """Return the new value of `node`: a partial sum is all-reduced first, and biases are added once, behind it."""
         if not isinstance(node, fx.Node):
             return node
         value = self.values[node]

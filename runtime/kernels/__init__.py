@@ -19,22 +19,6 @@ from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, 
 from autoptd.runtime.kernels.rotary_position import rotary_embedding
 from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, lookup
 
-__all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
-    "bias_dropout_add",
-    "bias_gelu",
-    "cross_entropy",
-    "dropout",
-    "embedding",
-    "gated_product",
-    "grouped_attention",
-    "layer_norm",
-    "linear",
-    "linear_gelu",
-    "lookup",
-    "rms_norm",
-    "rotary_embedding",
-    "scaled_softmax",
-    "split_linear",
-]
+__all__ = ["add_layer_norm", "add_rms_norm", "bias_dropout_add", "bias_gelu", "cross_entropy", "dropout"]
+__all__ += ["embedding", "gated_product", "grouped_attention", "layer_norm", "linear", "linear_gelu"]
+__all__ += ["lookup", "rms_norm", "rotary_embedding", "scaled_softmax", "split_linear"]

@@ -70,9 +70,7 @@ def encode(value: Any) -> Any:
         }
     if isinstance(value, Mapping):
         return {key: encode(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [encode(item) for item in value]
-    return value
+    return [encode(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def decode(kind: Any, value: Any, place: str) -> Any:
