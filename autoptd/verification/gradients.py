@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ ROUNDING = 1e-12
 class StepResult:
     """A step of one rank or of the plain model: loss, gradients, the number of promoted casts, notes on the loss.
 
-    `norm` is that by which the whole gradient would be clipped.
+    `norm` is that by which the whole gradient would be clipped. `tables` are tensors that forward put in the place of
+    others, by the address of these.
     """
 
     loss: float
@@ -29,6 +30,7 @@ class StepResult:
     promoted: int
     notes: tuple[str, ...] = ()
     norm: float = 0.0
+    tables: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def join_gradients(manifest: Manifest, found: list[StepResult]) -> tuple[dict[str, Tensor], tuple[str, ...]]:

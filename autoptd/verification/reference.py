@@ -46,7 +46,7 @@ def run_plain(
             trained = parameter.kind == "parameter" and parameter.requires_grad
             leaves[name] = tensors[name].detach().clone().requires_grad_(trained)
     swapped = _find_places(objective, model, leaves)
-    count = manifest.num_microbatches * manifest.mesh.data
+    count, held = manifest.num_microbatches * manifest.mesh.data, _list_tensors(objective)
     labels = manifest.weighing_labels
     valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
     losses: dict[int, float] = {}
@@ -72,12 +72,25 @@ def run_plain(
                 if leaf.grad is not None:  # not in place: two gradients may share memory
                     sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
                     leaf.grad = None
+        tables = {
+            x.data_ptr(): now
+            for place, x in held.items()
+            if (now := _list_tensors(objective)[place]) is not x
+        }
         promoted, pair = promotion.count if promotion else 0, list(losses)[:2]
         apart = _average({index: losses[index] for index in pair}, valid)
         both = take_parts(manifest, batch, count, *pair).values()
         notes = tuple(_compare_losses(apart, lambda: objective(*both))) if precise and count > 1 else ()
     norm = torch.nn.utils.get_total_norm(sums.values())
-    return StepResult(_average(losses, valid), sums, promoted, notes, float(norm))
+    return StepResult(_average(losses, valid), sums, promoted, notes, float(norm), tables)
+
+
+def _list_tensors(objective: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that are plain attributes of modules, by their places."""
+    attributes = (
+        (f"{path}.{name}", x) for path, m in objective.named_modules() for name, x in vars(m).items()
+    )
+    return {place: x for place, x in attributes if isinstance(x, Tensor)}
 
 
 def take_parts(manifest: Manifest, batch: Mapping[str, Tensor], num: int, *indices: int) -> dict[str, Tensor]:

@@ -89,6 +89,8 @@ def verify_program(
     given = manifest, model, loss_fn
     way = "pass batch= with values that it accepts"
     plain = _explain(PLAIN, way, values, lambda: run_plain(*given, tensors, values, precise))
+    anew = {name: plain.tables[x.data_ptr()] for name, x in buffers.items() if x.data_ptr() in plain.tables}
+    tensors |= anew
     way = "the plain model accepts it: correct the lookup in the text"
     found = _explain("the program", way, values, lambda: _run_ranks(texts, wide, tensors, values, precise))
     own, disagreements = join_gradients(wide, found)
@@ -110,7 +112,10 @@ def verify_program(
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
-        notes=(*plain.notes, *_notes(program, manifest, plain.promoted, sum(r.promoted for r in found))),
+        notes=(
+            *plain.notes,
+            *_notes(program, manifest, plain.promoted, sum(r.promoted for r in found), anew),
+        ),
         bounds=bounds,
     )
     if LOSS not in report.wrong:
@@ -253,11 +258,16 @@ def _find_forward_line(run: Callable[[], object]) -> str:
     return next((f"{line}, in its backward" for line in lines if line), "a place that torch does not tell")
 
 
-def _notes(program: Program, manifest: Manifest, plain: int, promoted: int) -> Iterator[str]:
+def _notes(
+    program: Program, manifest: Manifest, plain: int, promoted: int, anew: Iterable[str]
+) -> Iterator[str]:
+    if tables := ", ".join(anew):
+        yield f"the model makes {tables} anew for this dtype; the ranks were given these values too"
     if whole := [i.name for i in manifest.inputs if i.batch_dim is None]:
         yield f"not split over the microbatches, each gets it whole: {', '.join(whole)}"
     if plain or promoted:
-        yield f"casts to fewer bits were promoted to float64: {plain} in the plain model, {promoted} in all ranks"
+        both = f"{plain} in the plain model, {promoted} in all ranks"
+        yield f"casts to fewer bits were promoted to float64: {both}"
     if manifest.autocast is not None:
         yield (
             f"so were those of autocast to {str(manifest.autocast).removeprefix('torch.')}; the plain model ran "

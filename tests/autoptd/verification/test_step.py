@@ -586,3 +586,33 @@ def test_a_model_that_takes_no_float64_is_named_with_its_line() -> None:
     assert "in its own dtype" in str(report)
     with pytest.raises(ValueError, match="dtype is 'half'; expected 'float64', or 'model'"):
         program.verify(dtype="half")
+
+
+class Angles(nn.Module):
+    """Makes its table anew where the dtype of the activations is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.wte = nn.Linear(8, 8), nn.Embedding(16, 8)
+        self.table = self.make_table(torch.float32)
+
+    def make_table(self, dtype: torch.dtype) -> Tensor:
+        return torch.outer(torch.arange(4, dtype=dtype), 0.3 ** torch.arange(8, dtype=dtype)).cos()
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.wte(idx)
+        if self.table.dtype != x.dtype:
+            self.table = self.make_table(x.dtype)
+        return functional.cross_entropy((self.inner(x) * self.table).flatten(0, 1), targets.flatten())
+
+
+def test_a_table_that_the_model_makes_anew_is_named_and_no_fault() -> None:
+    ids = torch.randint(0, 8, (1, 4))
+    model = Angles()
+    program = autoptd.compile(
+        model, (2, 1, 1), example_inputs={"idx": ids, "targets": ids}, num_microbatches=2
+    )
+    report = program.verify()
+    assert report.passed, report
+    assert re.search(r"note: the model makes [\w.]+ anew for this dtype", str(report))
+    assert model.table.dtype is torch.float32
