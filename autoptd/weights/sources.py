@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.user_warnings import warn_caller
 from autoptd.runtime.weights.file_tensor import FileTensor, Weights
-from autoptd.runtime.weights.slices import all_names, check_tied, find_name, has_values
+from autoptd.runtime.weights.slices import all_names, check_tied, check_whole, find_name, has_values
 from autoptd.weights.safetensors_folder import SafetensorsFolder
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -79,13 +79,7 @@ def check_given(manifest: Manifest, tensors: Weights) -> None:
     for name in wanted:
         known, expected = find_name(manifest, tensors, name), manifest.parameters[name]
         given = tensors[known]
-        if given.is_meta:
-            raise ValueError(f"{known} is on the meta device and has no values: give real weights=")
-        if tuple(given.shape) != expected.shape:
-            raise ValueError(
-                f"{known} has shape {list(given.shape)} in the weights given, {list(expected.shape)} in the program: "
-                "give the weights of the model that was compiled, or compile the model with their sizes"
-            )
+        check_whole(known, given, expected)
         if expected.dtype.is_floating_point and given.dtype not in FLOATING:
             raise ValueError(
                 f"{known} is {given.dtype} in the weights given, {expected.dtype} in the program: the numbers of a "

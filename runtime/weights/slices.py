@@ -99,15 +99,20 @@ def all_names(manifest: Manifest, name: str) -> tuple[str, ...]:
     return name, *(alias for alias, stored in manifest.aliases.items() if stored == name)
 
 
-def take_slice(parameter: Parameter, whole: Tensor | FileTensor, rank: Rank) -> Tensor:
-    """Return this rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
+def check_whole(name: str, whole: Tensor | FileTensor, parameter: Parameter) -> None:
+    """Raise ValueError unless the tensor given as `name` has values, and the shape of the `parameter`."""
     if whole.is_meta:
-        raise ValueError(f"{parameter.name} is on the meta device and has no values: give real weights=")
+        raise ValueError(f"{name} is on the meta device and has no values: give real weights=")
     if tuple(whole.shape) != parameter.shape:
         raise ValueError(
-            f"{parameter.name} has shape {list(whole.shape)}, expected {list(parameter.shape)}: "
-            "give the weights of the model that was compiled"
+            f"{name} has shape {list(whole.shape)} in the weights given, {list(parameter.shape)} in the program: give "
+            "the weights of the model that was compiled, or compile the model with their sizes"
         )
+
+
+def take_slice(parameter: Parameter, whole: Tensor | FileTensor, rank: Rank) -> Tensor:
+    """Return this rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
+    check_whole(parameter.name, whole, parameter)
     on_tensor, tensor = parameter.placement["tensor"], rank.group("tensor")
     made = torch.zeros(parameter.local_shape(rank.mesh.axes), dtype=parameter.dtype, device=rank.device)
     if on_tensor.dim is None:

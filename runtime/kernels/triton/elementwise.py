@@ -9,7 +9,6 @@ the sum other bits where a stage or a recomputed layer ends before its norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -27,10 +26,8 @@ def bias_gelu(x: Tensor, bias: Tensor, kind: str, coefficient: float, result: Te
     )
 
 
-def bias_gelu_backward(
-    gradient: Tensor, x: Tensor, bias: Tensor, kind: str, coefficient: float, results: tuple[Tensor, Tensor]
-) -> None:
-    of_x, of_bias = results
+def bias_gelu_backward(*arguments: Any) -> None:
+    gradient, x, bias, kind, coefficient, (of_x, of_bias) = arguments
     launch_tiles(
         _bias_gelu_backward, [gradient, x], [of_x], *lay_out(bias), sums=of_bias,
         KIND=kind, COEFFICIENT=coefficient, enable_fp_fusion=True
@@ -41,29 +38,19 @@ def gated_product(gate: Tensor, up: Tensor, kind: str, result: Tensor) -> None:
     launch_tiles(_gated_product, [gate, up], [result], KIND=kind, enable_fp_fusion=True)
 
 
-def gated_product_backward(
-    gradient: Tensor, gate: Tensor, up: Tensor, kind: str, results: tuple[Tensor, Tensor]
-) -> None:
+def gated_product_backward(*arguments: Any) -> None:
+    gradient, gate, up, kind, results = arguments
     launch_tiles(_gated_product_backward, [gradient, gate, up], results, KIND=kind, enable_fp_fusion=True)
 
 
-def bias_dropout_add(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    key: Sequence[int],
-    moment: Tensor | None,
-    result: Tensor,
-) -> None:
+def bias_dropout_add(*arguments: Any) -> None:
+    x, bias, residual, p, key, moment, result = arguments
     constants = {**dropout_arguments(key, moment, p, x), "enable_fp_fusion": False}
     launch_tiles(_bias_dropout_add, [x, residual], [result], *lay_out(bias), **constants)
 
 
-def bias_dropout_add_backward(
-    gradient: Tensor, p: float, key: Sequence[int], moment: Tensor, *others: Any
-) -> None:
-    *_, (of_x, of_bias) = others
+def bias_dropout_add_backward(*arguments: Any) -> None:
+    gradient, p, key, moment, *_, (of_x, of_bias) = arguments
     constants = {**dropout_arguments(key, moment, p, gradient), "enable_fp_fusion": False}
     launch_tiles(_bias_dropout_add_backward, [gradient], [of_x], sums=of_bias, **constants)
 

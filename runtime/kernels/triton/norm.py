@@ -30,19 +30,8 @@ STAGES = 3  # tiles of which one is computed, and the others are under way
 INTERPRETED = 3, 232_448  # processors, and bytes that a program may share on each, as an H100's
 
 
-def add_norm(
-    x: Tensor,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    eps: float,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    key: Sequence[int],
-    moment: Tensor | None,
-    centers: bool,
-    results: Sequence[Tensor],
-) -> None:
+def add_norm(*arguments: Any) -> None:
+    x, weight, norm_bias, eps, bias, residual, p, key, moment, _, results = arguments
     width = x.shape[-1]
     rows = x.numel() // width
     columns = round_up(width)
@@ -55,19 +44,8 @@ def add_norm(
     )  # fmt: skip
 
 
-def add_norm_backward(
-    d_normed: Tensor,
-    d_added: Tensor | None,
-    added: Tensor,
-    weight: Tensor,
-    means: Tensor | None,
-    scales: Tensor,
-    p: float,
-    key: Sequence[int],
-    moment: Tensor | None,
-    wanted: Sequence[bool],
-    results: Sequence[Tensor],
-) -> None:
+def add_norm_backward(*arguments: Any) -> None:
+    d_normed, d_added, added, weight, means, scales, p, key, moment, wanted, results = arguments
     width = added.shape[-1]
     rows = added.numel() // width
     tile = plan_backward(width, added.itemsize, means is not None, d_added is not None, added.device)

@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from autoptd.runtime.kernels.triton import tiles
 
 TILE = 2048  # pairs of a program
 
 
-def rotary_embedding(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool, result: Tensor
-) -> None:
+def rotary_embedding(*arguments: Any) -> None:
+    x, cos, sin, interleaved, backward, result = arguments
     turned = cos.shape[-1]
     tensors = [x, result, *(table.expand(*x.shape[:-1], turned) for table in (cos, sin))]
     if x.dim() == 1:

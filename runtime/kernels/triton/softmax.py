@@ -11,7 +11,6 @@ sees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,17 +26,8 @@ BLOCKS = 4  # of a causal row in backward
 BLOCK_WARPS = 4  # so that a thread has 8 elements of a block: those of one Philox counter
 
 
-def scaled_softmax(
-    scores: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    p: float,
-    key: Sequence[int],
-    moment: Tensor | None,
-    results: tuple[Tensor, Tensor],
-) -> None:
-    weights, softmax = results
+def scaled_softmax(*arguments: Any) -> None:
+    scores, mask, is_causal, scale, p, key, moment, (weights, softmax) = arguments
     view, sizes, strides = mask, None, None
     if mask is not None:
         view = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(scores.shape)
@@ -49,17 +39,8 @@ def scaled_softmax(
     )  # fmt: skip
 
 
-def scaled_softmax_backward(
-    gradient: Tensor,
-    softmax: Tensor,
-    weights: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    p: float,
-    key: Sequence[int],
-    moment: Tensor | None,
-    result: Tensor,
-) -> None:
+def scaled_softmax_backward(*arguments: Any) -> None:
+    gradient, softmax, _, is_causal, scale, p, key, moment, result = arguments
     blocks = BLOCKS if is_causal and softmax.shape[-1] > 4 * BLOCKS else 1
     _launch(
         _differentiate, softmax, (key, moment, p), blocks, *lay_out(gradient, softmax), result, scale,
