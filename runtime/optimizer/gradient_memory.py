@@ -174,7 +174,7 @@ def lay_out(
 
 
 def _add(own: Tensor, leaf: Tensor) -> None:
-    """Add the gradient of `leaf`, which has come, to its `own` sum."""
-    assert leaf.grad is not None
-    own += leaf.grad
-    leaf.grad = None
+    """Add the gradient of `leaf` to its `own` sum; None has come where products have added all of it themselves."""
+    if leaf.grad is not None:
+        own += leaf.grad
+        leaf.grad = None

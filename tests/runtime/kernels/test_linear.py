@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import autoptd
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.linear import SUM, Linear
 from autoptd.runtime.program.mesh import Mesh
+from samples.gpt import GPT, GPTConfig
 
 RANK = Rank.local(Mesh(1, 1, 1))
 BIAS = torch.linspace(-1, 1, 24)
@@ -138,6 +140,26 @@ def test_what_is_recomputed_adds_the_same(device: str, way: str) -> None:
     kept, _ = sum_gradients(call, xs, weight, sums=True)
     recomputed, _ = sum_gradients(partial(checkpoint, call, use_reentrant=False), xs, weight, sums=True)
     assert torch.equal(recomputed, kept)
+
+
+def test_a_step_leaves_to_autograd_what_no_product_adds(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a matrix nothing is left; the step's gradients are those of a step whose products add to no sum."""
+    torch.manual_seed(0)
+    sizes = GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32)
+    model = GPT(sizes).bfloat16()
+    batch = {name: torch.randint(64, (4, 16)).to(device) for name in ("idx", "targets")}
+    program = autoptd.compile(model, (1, 1, 1), microbatch_size=1, num_microbatches=4)
+    found = []
+    for devices in ({device}, set[str]()):
+        monkeypatch.setattr("autoptd.runtime.optimizer.gradient_memory.product_devices", devices)
+        parallel = program.bind(device)
+        parallel(**batch)[1].backward()
+        found.append({name: p.grad for name, p in parallel.named_parameters() if p.grad is not None})
+    added, rounded = found
+    assert added.keys() == rounded.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in added.items():
+        assert error(gradient, rounded[name]) < 0.01, name
+        assert gradient.dim() == 1 or name == "wpe.weight" or not torch.equal(gradient, rounded[name]), name
 
 
 def test_without_a_sum_they_are_torchs() -> None:
