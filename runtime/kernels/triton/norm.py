@@ -114,11 +114,9 @@ def _normalize(
     value = drop(value, row * width, dropout, COLUMNS, ALIGNED)
     if residual is not None:
         value += _read(residual + at, inside)
-    source = x
-    if added is not None:
-        source = added
-        tl.store(added + at, value.to(added.dtype.element_ty), inside)
-        value = value.to(added.dtype.element_ty).to(tl.float32)
+    source = x if added is None else added
+    total = value.to(source.dtype.element_ty)
+    value = total.to(tl.float32)
     if means is not None:
         mean = tl.sum(value, 1)[:, None] / width
         tl.store(means + row, mean, row < rows)
@@ -132,6 +130,8 @@ def _normalize(
     if norm_bias is not None:
         result += _read_vector(norm_bias, 0, width, COLUMNS)
     tl.store(normed + at, result.to(normed.dtype.element_ty), inside)
+    if added is not None:  # stored last: else Triton 3.6 adds some rows up a second time, in another order
+        tl.store(added + at, total, inside)
 
 
 @triton.jit
