@@ -175,9 +175,7 @@ class CompiledProgram:
         cluster: Cluster | str | Path,
         dtype: str | None = None,
         *,
-        overlap_transfers: bool = True,
-        overlap_data: bool = True,
-        overlap_tensor: bool = True,
+        overlap: bool = True,
         zero: int = 0,
         wide_gradients: bool = True,
         **unknown: object,
@@ -191,12 +189,9 @@ class CompiledProgram:
             cluster: see `Cluster.load`, which takes a name or path too.
             dtype: "bf16", "fp32", …: the type to compute in; default the one that the program was captured in. The
                 memory that a loss needs for logits in half precision is known only if the model is compiled in it.
-            overlap_transfers: the sender goes on while it sends, as in the runtime; False: it waits, as Megatron-LM
-                did in SC21.
-            overlap_data: gradients are summed over the replicas while backwards run, as in the runtime; False:
-                after them.
-            overlap_tensor: the tensor ranks sum a gradient while those of weights are computed, where the program says
-                so, as in the runtime; False: before, as Megatron-LM did in SC21.
+            overlap: the sender goes on while it sends, gradients are summed over the replicas while backwards run, and
+                over the tensor ranks while those of weights are computed, as in the runtime; False: one after the
+                other, as Megatron-LM did in SC21.
             zero: 1 divides the optimizer's states among the replicas (ZeRO's first stage; `shard_optimizer`).
             wide_gradients: gradients are kept and summed in at least float32, as in the runtime; False: in `dtype`.
 
@@ -204,7 +199,7 @@ class CompiledProgram:
         """
         check_known(CompiledProgram.simulate, unknown)
         described = Cluster.load(cluster)
-        training = Training(overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients)
+        training = Training(overlap, zero, wide_gradients)
         return simulate_program(self.manifest, self.stages, self.schedule, described, dtype, training)
 
     def save_report(

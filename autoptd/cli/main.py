@@ -259,9 +259,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--seed": {"type": int, "help": "of weights, dropout and batches"},
     "--top": {"type": int, "default": 10, "help": "how many plans to show"},
     "--model": {"help": "the plain model, module:callable"},
-    "--overlap-transfers": {**FLAG, "help": "sends do not block the sender"},
-    "--overlap-data": {**FLAG, "help": "sum gradients during the last backwards"},
-    "--overlap-tensor": {**FLAG, "help": "sum tensor ranks' gradients while weight gradients are computed"},
+    "--overlap": {**FLAG, "help": "send messages and sum gradients while the device computes"},
     "--wide-gradients": {**FLAG, "help": "sum gradients in at least float32"},
     "--zero": {"type": int, "default": 0, "help": "1: the replicas share the optimizer's states"},
     "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
@@ -271,7 +269,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--output": {"type": Path, "help": "to write: a program's folder, a page, or a cluster's .toml file"},
     "--json": {"action": "store_true", "help": "print JSON"},
 }
-STEP = "--cluster! --dtype --overlap-transfers --overlap-data --overlap-tensor --wide-gradients --zero"
+STEP = "--cluster! --dtype --overlap --wide-gradients --zero"
 COMMANDS: Mapping[Callable[[argparse.Namespace], Outcome], str] = {
     _plan: f"model --world-size! --global-batch! {STEP} --max-tensor --microbatch-size --num-model-chunks --schedule "
     "--recompute --top",

@@ -134,7 +134,7 @@ class Estimator:
     def least_seconds(self, candidate: Candidate) -> float:
         """Return a lower bound of `pipeline_seconds`; raise ValueError for an impossible candidate."""
         _, (_, times) = self._divide_stages(candidate)
-        taken = action_times(times, blocking=not self.training.overlap_transfers)
+        taken = action_times(times, blocking=not self.training.overlap)
         return float(least_seconds(taken, candidate.pipeline, candidate.num_microbatches))
 
     def pipeline_seconds(self, candidate: Candidate) -> float:
@@ -202,7 +202,7 @@ class Estimator:
         _, (_, times) = self._divide_stages(candidate)
         p, more = candidate.pipeline, candidate.num_microbatches - microbatches
         _, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
-        blocking = not self.training.overlap_transfers
+        blocking = not self.training.overlap
         taken = action_times(times, blocking=blocking)
         first: dict[int, float] = {}
         last: dict[int, float] = {}
@@ -235,7 +235,7 @@ class Estimator:
             fused_order = FusedOrder(divided, finishing)
         precision = Precision.of(divided.stages, self._dtype)
         mesh = Mesh(tensor, 1, self._world_size // tensor)
-        durations = Durations(self.cluster, mesh, precision, self.training.overlap_tensor)
+        durations = Durations(self.cluster, mesh, precision, self.training.overlap)
         return LayerCosts(fused_order, self._short[1], durations)
 
     def _once(self, make: Callable[..., Program], *key: object) -> Program:

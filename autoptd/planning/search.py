@@ -55,9 +55,7 @@ def plan(
     fuse: bool = True,
     layout: str = "sbh",
     rules: Mapping[Any, str] | None = None,
-    overlap_transfers: bool = True,
-    overlap_data: bool = True,
-    overlap_tensor: bool = True,
+    overlap: bool = True,
     zero: int = 0,
     wide_gradients: bool = True,
     **unknown: object,
@@ -77,8 +75,8 @@ def plan(
         max_tensor: tensor ranks at most; default what one node holds.
         microbatch_size, num_model_chunks, schedule, recompute: what is fixed; default: what is best. Of
             `example_inputs` the microbatch size is their own; of several input shapes the first is planned for.
-        overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients: how steps are run, as
-            `CompiledProgram.simulate` takes it: zero=1 is for those who call ``parallel.shard_optimizer``.
+        overlap, zero, wide_gradients: how steps are run, as `CompiledProgram.simulate` takes it: zero=1 is for those
+            who call ``parallel.shard_optimizer``.
 
     Several chunks are planned as `compile` cuts them, but for schedules of over 8192 actions, which are cut evenly.
     The other arguments are those of `autoptd.compile`. The result has one `Plan` for every mesh that divides the
@@ -101,7 +99,7 @@ def plan(
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn}
     given |= {"scatter_gather": scatter_gather, "options": Options(fuse=fuse, layout=layout, rules=rules)}
-    training = Training(overlap_transfers, overlap_data, overlap_tensor, zero, wide_gradients)
+    training = Training(overlap, zero, wide_gradients)
     estimator = Estimator(model, described, world_size, dtype, training, **given)
     size = microbatch_size or estimator.example_size
     fixed = (max_tensor, size, num_model_chunks, schedule, recompute)

@@ -78,16 +78,14 @@ class Simulation:
 class Training:
     """The options of a step that the program does not record.
 
-    `overlap_transfers`: sending does not hold up the sender. `overlap_data`: gradients are summed over the replicas
-    while their stage's last backward and later ones run. `overlap_tensor`: the tensor ranks sum a linear's gradient of
-    its input while those of its weights are computed. `zero` 1: the replicas divide the optimizer's states among them.
-    `wide_gradients`: the sums are at least float32. All as in our runtime, but that it divides states only where it is
-    asked to; Megatron-LM of 2021 did none of them.
+    `overlap`: sending does not hold up the sender, gradients are summed over the replicas while their stage's last
+    backward and later ones run, and the tensor ranks sum a linear's gradient of its input while those of its weights
+    are computed. `zero` 1: the replicas divide the optimizer's states among them. `wide_gradients`: the sums are at
+    least float32. All as in our runtime, but that it divides states only where it is asked to; Megatron-LM of 2021 did
+    none of them.
     """
 
-    overlap_transfers: bool = True
-    overlap_data: bool = True
-    overlap_tensor: bool = True
+    overlap: bool = True
     zero: int = 0
     wide_gradients: bool = True
 
@@ -112,7 +110,7 @@ def simulate_program(
     """Walk the schedule with the times of its stages; see `CompiledProgram.simulate`."""
     cluster.check_ranks(manifest.mesh.size)
     precision = Precision.of(stages, dtype)
-    times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap_tensor)
+    times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap)
     manifest = freeze_idle(manifest, stages)
     return simulate_times(manifest, times, schedule, walking_order(schedule), cluster, precision, training)
 
@@ -129,7 +127,7 @@ def simulate_times(
     """Walk a schedule of `manifest` whose stages have `times`, in its `walking_order`."""
     t, p, m = manifest.mesh.tensor, manifest.mesh.pipeline, manifest.num_microbatches
     rows: list[list[TimelineEntry]] = [[] for _ in range(p)]
-    for entry in walk(order, p, action_times(times, blocking=not training.overlap_transfers)):
+    for entry in walk(order, p, action_times(times, blocking=not training.overlap)):
         rows[entry[0]].append(TimelineEntry._make(entry))
     timeline = tuple(map(tuple, rows))
     least = step_seconds(order, p, action_times(times, messages=False))
@@ -237,7 +235,7 @@ def _finish(
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
     shards = max(states.shards, 1)
     # A core sums and copies itself, as `Cluster.exposed_seconds` has it of the tensor ranks' sums.
-    overlap = training.overlap_data and cluster.device.multiprocessors > 1
+    overlap = training.overlap and cluster.device.multiprocessors > 1
     # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
     summed, shared = (0.5, 0.5 * ITEM_BYTES[states.precision.dtype] / each) if shards > 1 else (1.0, 0.0)
     ends, joined, gathers = [], [], []

@@ -60,7 +60,7 @@ class PaperRow:
 
 
 # How Megatron-LM of 2021 ran a step.
-MEGATRON = Training(overlap_transfers=False, overlap_data=False, overlap_tensor=False, wide_gradients=False)
+MEGATRON = Training(overlap=False, wide_gradients=False)
 
 TABLE_1 = (
     PaperRow("1.7B", 24, 2304, 24, 1, 1, 32, 16, 512, 137),

@@ -122,7 +122,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"overlap_data": "no"}, ValueError, "overlap_data is 'no'; expected True or False"),
+        ({"overlap": "no"}, ValueError, "overlap is 'no'; expected True or False"),
         ({"scatter_gather": "no"}, ValueError, "scatter_gather is 'no'; expected True or False"),
         ({"schedule": ""}, ValueError, "unknown schedule ''; did you mean"),
         ({"schedule": 0}, ValueError, "unknown schedule 0; did you mean"),
@@ -196,7 +196,7 @@ def test_a_wrong_argument_of_a_program_is_refused(
 
 @pytest.mark.parametrize("call", ["simulate", "explain", "save_report", "verify", "plan"])
 def test_an_unknown_option_of_a_call_is_refused_with_the_nearest(call: str, tmp_path: Path) -> None:
-    given, near = ("sed", "seed") if call == "verify" else ("overlap_dta", "overlap_data")
+    given, near = ("sed", "seed") if call == "verify" else ("overlp", "overlap")
     program = tiny((1, 1, 1))
     sizes: Any = {"world_size": 1, "global_batch": 1, "cluster": "dgx-a100"}
     calls: dict[str, Callable[..., object]] = {

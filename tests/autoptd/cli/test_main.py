@@ -165,9 +165,9 @@ def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_simulate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, picture = tmp_path / "step.json", tmp_path / "step.svg"
-    words = ("simulate", folder, "--cluster", "dgx-a100", "--dtype", "bf16", "--zero", "1", "--overlap-data")
+    words = ("simulate", folder, "--cluster", "dgx-a100", "--dtype", "bf16", "--zero", "1", "--overlap")
     found = read_json(capsys, *words, "--trace", trace, "--svg", picture)
-    step = autoptd.load(folder).simulate("dgx-a100", "bf16", zero=1, overlap_data=True)
+    step = autoptd.load(folder).simulate("dgx-a100", "bf16", zero=1, overlap=True)
     assert found["step_seconds"] == step.step_seconds
     assert found["breakdown"] == dict(step.breakdown)
     assert found["memory_bytes"] == list(step.memory_bytes)
@@ -211,7 +211,7 @@ def test_verify_builds_a_model_with_plain_tensors(tmp_path: Path, capsys: pytest
     assert read_json(capsys, "verify", tmp_path / "scaled", "--model", name)["passed"] is True
     with pytest.raises(
         ValueError,
-        match=r"neither a parameter nor a buffer, at .*small_models.py:\d+: .*Register it as a buffer",
+        match=r"neither a parameter nor a buffer: .*, at .*small_models.py:\d+: .*Register it as a buffer",
     ):
         program.verify(model=make_model(name), weights="random")
 

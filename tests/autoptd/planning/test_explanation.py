@@ -77,7 +77,7 @@ def test_memory_of_stages_that_begin_within_a_recomputed_layer_is_estimated(sche
     assert change.memory_bytes == pytest.approx(max(larger.simulate("dgx-a100").memory_bytes), rel=0.002)
 
 
-@pytest.mark.parametrize("how", [{"zero": 1}, {"overlap_data": False, "wide_gradients": False}], ids=str)
+@pytest.mark.parametrize("how", [{"zero": 1}, {"overlap": False, "wide_gradients": False}], ids=str)
 def test_estimates_are_of_a_step_that_is_run_alike(how: dict[str, Any]) -> None:
     program, larger = (compile_gpt((2, 1, 2), num_microbatches=m) for m in (4, 5))
     (more,) = (c for c in program.explain(**how).changes if "5 microbatches for 4" in c.what)

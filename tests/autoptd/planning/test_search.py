@@ -50,7 +50,7 @@ def with_memory(count: float) -> Cluster:
     return replace(SELENE, device=replace(SELENE.device, memory_bytes=count))
 
 
-MEGATRON = Training(overlap_transfers=False, overlap_data=False, overlap_tensor=False, wide_gradients=False)
+MEGATRON = Training(overlap=False, wide_gradients=False)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_an_estimate_is_of_how_a_step_is_run() -> None:
     """One stage, which no cut divides: the estimate is the simulation, with each way of running it and without."""
     candidate = Candidate(2, 1, 2, 2, 4, 1, "none", "1f1b")
     program = autoptd.compile(make_gpt(), candidate.mesh, microbatch_size=2, num_microbatches=4)
-    ways = [Training(), MEGATRON, Training(zero=1), Training(overlap_tensor=False)]
+    ways = [Training(), MEGATRON, Training(zero=1), Training(overlap=False)]
     found = [Estimator(make_gpt(), SELENE, 4, training=way).estimate(candidate).step_seconds for way in ways]
     expected = [program.simulate(SELENE, **asdict(way)).step_seconds for way in ways]
     assert found == pytest.approx(expected, rel=1e-3)

@@ -155,14 +155,14 @@ def test_a_blocking_sender_waits_for_its_message() -> None:
 
 def test_blocking_messages_are_exposed() -> None:
     program = compile_gpt((1, 2, 1), num_microbatches=8)
-    overlapped, waiting = (program.simulate(SELENE, overlap_transfers=kept) for kept in (True, False))
+    overlapped, waiting = (program.simulate(SELENE, overlap=kept) for kept in (True, False))
     assert overlapped.step_seconds < waiting.step_seconds
     assert overlapped.breakdown["pipeline"] < waiting.breakdown["pipeline"]
 
 
 def test_an_all_reduce_is_exposed_as_far_as_it_is_longer_than_what_is_beside_it() -> None:
     program = compile_gpt((2, 1, 1), num_microbatches=2)
-    after, beside = (program.simulate(SELENE, overlap_tensor=kept) for kept in (False, True))
+    after, beside = (program.simulate(SELENE, overlap=kept) for kept in (False, True))
     (stage,) = program.stages
     trained = find_trained(stage)
     works = [backward_work(n, trained) for n in stage.graph.nodes if n.target in collectives.COPIED]
@@ -178,7 +178,7 @@ def test_an_all_reduce_is_exposed_as_far_as_it_is_longer_than_what_is_beside_it(
     assert beside.breakdown["compute"] == after.breakdown["compute"]
     # A core sums and copies itself.
     core = replace(SELENE, device=replace(SELENE.device, multiprocessors=1))
-    assert program.simulate(core) == program.simulate(core, overlap_tensor=False)
+    assert program.simulate(core) == program.simulate(core, overlap=False)
 
 
 def test_scatter_gather_sends_less() -> None:
@@ -214,7 +214,7 @@ def test_the_slowest_of_all_replicas_counts(mesh: tuple[int, int, int], nodes: i
         ranks = [program.mesh.rank_of((i + replica) % d, j, (k + tensor) % t) for i, j, k in places]
         manifest = replace(program.manifest, mesh=Mesh(**program.mesh.axes, ranks=tuple(ranks)))
         schedule = make_schedule(manifest.schedule, p, manifest.num_microbatches, 1)
-        return simulate_program(manifest, program.stages, schedule, on, None, Training(overlap_data=False))
+        return simulate_program(manifest, program.stages, schedule, on, None, Training(overlap=False))
 
     step, together = simulate(cluster), simulate(replace(cluster, devices_per_node=8))
     for first in product(range(d), range(t)):
@@ -225,7 +225,7 @@ def test_the_slowest_of_all_replicas_counts(mesh: tuple[int, int, int], nodes: i
 
 def test_gradients_are_reduced_after_the_step_or_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     program = compile_gpt((1, 1, 16), num_microbatches=2)
-    after, beside = (program.simulate(SELENE, overlap_data=kept) for kept in (False, True))
+    after, beside = (program.simulate(SELENE, overlap=kept) for kept in (False, True))
     elements = sum(p.numel() for p in GPT(GPTConfig(VOCABULARY, LENGTH, LAYERS, 4, HIDDEN)).parameters())
     expected = SELENE.all_reduce_seconds(4 * elements, range(16))  # in float32
     assert after.breakdown["data"] == pytest.approx(expected)
@@ -244,10 +244,11 @@ def test_gradients_are_reduced_after_the_step_or_beside_it(monkeypatch: pytest.M
 
 def test_gradients_are_reduced_while_other_stages_run_backwards() -> None:
     program = compile_gpt((1, 2, 16), num_microbatches=4, num_model_chunks=2)
-    after, beside = (program.simulate(SELENE, overlap_data=kept) for kept in (False, True))
+    after, beside = (program.simulate(SELENE, overlap=kept) for kept in (False, True))
     assert 0 < beside.breakdown["data"] < after.breakdown["data"]
     core = replace(SELENE, device=replace(SELENE.device, multiprocessors=1))  # sums and copies itself
-    assert program.simulate(core) == program.simulate(core, overlap_data=False)
+    alone = compile_gpt((1, 1, 16), num_microbatches=4)
+    assert alone.simulate(core) == alone.simulate(core, overlap=False)
 
 
 def test_more_processes_than_cores_are_refused() -> None:
@@ -453,9 +454,7 @@ def test_zero_has_one_stage_here(zero: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("overlap_transfers", "False"),
-        ("overlap_data", "no"),
-        ("overlap_tensor", None),
+        ("overlap", "no"),
         ("wide_gradients", "off"),
     ],
 )
