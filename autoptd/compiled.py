@@ -239,7 +239,7 @@ class CompiledProgram:
         Further input shapes go into the subfolders ``shape_1`` and so on.
         """
         for number, program in enumerate(self.shapes):
-            own = Path(folder) / shape_folder(number) if number else folder
+            own = Path(folder) / shape_folder(number) if number else Path(folder)
             save_folder(own, program.texts, program.manifest, program.schedule, program.buffers)
 
     @torch.inference_mode(False)  # weights made in it could not be trained

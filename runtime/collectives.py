@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.activation import activate_linear
+from autoptd.runtime.kernels.activation import Approximation, activate_linear
 from autoptd.runtime.kernels.linear import Linear, SplitLinear, multiply
 
 
@@ -82,7 +82,7 @@ def copied_linear_gelu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    approximate: Literal["none", "tanh"] = "none",
+    approximate: Approximation = "none",
     transposed: bool = False,
 ) -> Tensor:
     """Compute `kernels.linear_gelu` of f(x), with f's all-reduce beside the weights' gradients."""

@@ -10,7 +10,7 @@ has a partial gradient in its placement.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from autoptd.passes.ir.node_info import info
 from autoptd.passes.ir.nodes import argument, operator_name
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators import proof
-from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.record import OperatorRules, Records, Trait
 from autoptd.passes.operators.table import OPERATORS, has_trait, rules_of
 from autoptd.passes.operators.text_rule import read_rules
 from autoptd.passes.operators.views import reshape_placed
@@ -90,7 +90,7 @@ class StageWalk:
 
     index: int
     stage: Stage
-    rules: Mapping[str, OperatorRules]
+    rules: Records
     trained: set[fx.Node]
     placements: dict[fx.Node, proof.Found] = field(default_factory=dict)
     outputs: tuple[fx.Node, ...] = ()
@@ -256,9 +256,7 @@ class StageWalk:
 _FUNCTIONS = (proof.elementwise, reshape_placed)
 
 
-def placement_after(
-    node: fx.Node, placements: proof.Placements, rules: Mapping[str, OperatorRules]
-) -> proof.Found:
+def placement_after(node: fx.Node, placements: proof.Placements, rules: Records) -> proof.Found:
     """Return the placement of a call's result, by the `placed` rule of its operator; the user's `rules` go before ours.
 
     Whole arguments give a whole result, unless the rule judges these too, and no rule an unknown placement. Raises
@@ -276,7 +274,7 @@ def placement_after(
     return record.placed(node, placements) if record.placed is not None else proof.UNKNOWN
 
 
-def _find_rules(node: fx.Node, rules: Mapping[str, OperatorRules]) -> OperatorRules:
+def _find_rules(node: fx.Node, rules: Records) -> OperatorRules:
     if isinstance(node.target, OpOverload):
         return rules.get(operator_name(node.target)) or rules_of(node)
     return OPERATORS.get(node.target) or _rules_of_function(node.target)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.manifest_json import FORMAT, from_json, to_json
-from autoptd.runtime.program.schedule import Action
+from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.program.schedule_text import schedule_grid
 from autoptd.text.reader import program_filename
 
@@ -26,17 +26,12 @@ _PROGRAM, _SHAPE = re.compile(r"program_\d+\.py"), re.compile(r"shape_\d+")
 
 
 def save_folder(
-    path: str | Path,
-    texts: Sequence[str],
-    manifest: Manifest,
-    schedule: Sequence[Sequence[Action]],
-    buffers: Mapping[str, Tensor],
+    folder: Path, texts: Sequence[str], manifest: Manifest, schedule: Schedule, buffers: Mapping[str, Tensor]
 ) -> None:
-    """Write a program, with its further input shapes, into folder `path`, replacing one saved there before.
+    """Write a program, with its further input shapes, into `folder`, replacing one saved there before.
 
-    Raises ValueError if `path` is a file, or a folder with anything but a saved program in it.
+    Raises ValueError if `folder` is a file, or has anything but a saved program in it.
     """
-    folder = Path(path)
     check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
@@ -48,7 +43,7 @@ def save_folder(
         _write(folder / program_filename(rank, len(texts)), text)
     _write(folder / MANIFEST, to_json(manifest))
     rows = [f"rank {rank}: {' '.join(map(str, actions))}\n" for rank, actions in enumerate(schedule)]
-    _write(folder / SCHEDULE, "\n".join([*rows, schedule_grid(tuple(map(tuple, schedule)))]))
+    _write(folder / SCHEDULE, "\n".join([*rows, schedule_grid(schedule)]))
     # Copies: two names may share one tensor's memory, which the file format refuses.
     plain = torch.contiguous_format
     copies = {name: buffer.detach().cpu().clone(memory_format=plain) for name, buffer in buffers.items()}

@@ -33,11 +33,7 @@ class Writer:
         describe(self.rank, None, NodeInfo(role="rank"))
 
     def emit(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        meta: Mapping[str, Any],
-        kwargs: Mapping[str, Any] | None = None,
+        self, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any], kwargs: Any = None
     ) -> fx.Node:
         """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
         node = self.graph.call_function(target, args, dict(kwargs or {}))

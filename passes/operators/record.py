@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Any, Literal
@@ -68,3 +68,6 @@ class OperatorRules:
     copies: Callable[[Sequence[Any], Any], int] | None = None
     mask: tuple[int, str] | None = None
     traits: Trait = Trait.NONE
+
+
+Records = Mapping[str, OperatorRules]  # of the user's operators, by name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -13,15 +13,12 @@ from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import AxisMap, opaque
-from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.record import Records, Trait
 from autoptd.passes.operators.table import has_trait, rules_of
 
 
 def find_axes(
-    stage: Stage,
-    tensor: int,
-    rules: Mapping[str, OperatorRules],
-    replicated_kv: frozenset[fx.Node] = frozenset(),
+    stage: Stage, tensor: int, rules: Records, replicated_kv: frozenset[fx.Node] = frozenset()
 ) -> AxisMap:
     """Return the axes of every value in an uncut `stage`, for `tensor` ranks; `rules` go before torch's own."""
     axes = AxisMap(tensor, replicated_kv)
@@ -44,7 +41,7 @@ def find_axes(
     return axes
 
 
-def _visit(axes: AxisMap, node: fx.Node, rules: Mapping[str, OperatorRules]) -> None:
+def _visit(axes: AxisMap, node: fx.Node, rules: Records) -> None:
     for marked in (axes.batch, axes.learned):
         if not marked.isdisjoint(node.all_input_nodes):
             marked.add(node)
@@ -54,7 +51,7 @@ def _visit(axes: AxisMap, node: fx.Node, rules: Mapping[str, OperatorRules]) -> 
     axes.axes[node] = found if isinstance(node.meta["val"], (tuple, list)) else (found,)
 
 
-def _find_rule(axes: AxisMap, node: fx.Node, rules: Mapping[str, OperatorRules]) -> Callable[..., Any]:
+def _find_rule(axes: AxisMap, node: fx.Node, rules: Records) -> Callable[..., Any]:
     name = operator_name(node.target)
     axes.operators.add(name)
     rule = (rules.get(name) or rules_of(node)).axes

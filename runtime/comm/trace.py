@@ -43,14 +43,11 @@ class Phase(NamedTuple):
 
 
 Rows = Sequence[Sequence[TimelineEntry]]
+Courses = Sequence[Sequence[tuple[float, int]]]  # of each rank, the bytes that it holds from a time on
 
 
 def write_trace(
-    path: str | Path,
-    rows: Rows,
-    phases: Sequence[Phase],
-    memory: Sequence[Sequence[tuple[float, int]]],
-    about: Mapping[str, str],
+    path: str | Path, rows: Rows, phases: Sequence[Phase], memory: Courses, about: Mapping[str, str]
 ) -> None:
     """Write a chrome trace, compressed if `path` ends in .gz: a process per pipeline rank, with its memory over time.
 
@@ -68,9 +65,7 @@ def write_trace(
     Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
 
 
-def _trace_events(
-    rows: Rows, phases: Sequence[Phase], memory: Sequence[Sequence[tuple[float, int]]]
-) -> Iterator[dict[str, Any]]:
+def _trace_events(rows: Rows, phases: Sequence[Phase], memory: Courses) -> Iterator[dict[str, Any]]:
     for rank, row in enumerate(rows):
         yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
         numbers = {_thread(entry, len(rows)) for entry in row}

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.executor import Executor
 from autoptd.runtime.optimizer.gradient_memory import StageLeaves
@@ -51,11 +49,7 @@ class BoundShape:
         self._constants = program.constants
 
     def read_leaves(
-        self,
-        tensors: Mapping[str, Tensor],
-        narrow: Mapping[str, Tensor],
-        trained: frozenset[str] | None,
-        sums: GradientSums,
+        self, tensors: Slices, narrow: Slices, trained: frozenset[str] | None, sums: GradientSums
     ) -> StageLeaves:
         """Return leaves in the memory of `tensors`, or of `narrow` ones instead; those of `trained` add to `sums`.
 

@@ -22,11 +22,7 @@ SQRT_2_OVER_PI = (2 / torch.pi) ** 0.5
 
 
 def linear_gelu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    approximate: Approximation = "none",
-    transposed: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor, approximate: Approximation = "none", transposed: bool = False
 ) -> Tensor:
     """Compute ``gelu(linear(x, weight, bias))``; `weight` is [out, in], or [in, out] where `transposed`.
 
@@ -60,10 +56,7 @@ def activate_linear(
 
 
 def bias_gelu(
-    x: Tensor,
-    bias: Tensor,
-    approximate: Approximation = "none",
-    coefficient: float = SQRT_2_OVER_PI,
+    x: Tensor, bias: Tensor, approximate: Approximation = "none", coefficient: float = SQRT_2_OVER_PI
 ) -> Tensor:
     """Compute ``gelu(x + bias)``; `x` is [..., h], `bias` [h]. By tanh, `coefficient` is sqrt(2 / pi), rounded or not.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,8 +20,7 @@ from autoptd.runtime.guards.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.guards.step_agreement import compare_shards
 from autoptd.runtime.optimizer.gradient_sums import GradientSums
 from autoptd.runtime.optimizer.zero1 import FlatShard, fill_groups, lay_out_shards
-from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.weights.slices import check_proved
+from autoptd.runtime.weights.slices import Slices, check_proved
 
 
 class BoundWeights:
@@ -37,17 +36,12 @@ class BoundWeights:
     leaves: dict[str | int, nn.Parameter]
 
     def __init__(
-        self,
-        module: nn.Module,
-        manifest: Manifest,
-        connection: Connection,
-        shapes: Sequence[BoundShape],
-        narrow: Mapping[str, Tensor],
+        self, module: nn.Module, connection: Connection, shapes: Sequence[BoundShape], narrow: Slices
     ) -> None:
-        self.manifest = manifest
+        self.manifest = shapes[0].manifest
         self.connection = connection
         self.shapes = shapes
-        self.marks = StateMarks(manifest, connection.rank)
+        self.marks = StateMarks(self.manifest, connection.rank)
         self.narrow = narrow
         self._share_steps(module, ())
         self._buffers = self._read_buffers()

@@ -83,7 +83,7 @@ class Parallel(BoundModule):
         wide = {name: x.to(torch.float32) for name, x in narrow.items()}
         register_slices(self, manifest, {**slices, **wide})
         self.train(manifest.training)
-        self._weights = BoundWeights(self, manifest, connection, self._shapes, narrow)
+        self._weights = BoundWeights(self, connection, self._shapes, narrow)
         self._runner = StepRunner(self._weights)
         self._saving: Saving | None = None
         for part in self.modules():
