@@ -10,7 +10,7 @@ from torch import nn
 
 from autoptd.capture.example_inputs import read_arguments
 from autoptd.loss import describe_inputs
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import boundaries
 from autoptd.runtime.program.manifest import Manifest, Proved, StageInterface

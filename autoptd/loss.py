@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import argument, aten_name, shape_of, walk
+from autoptd.passes.ir.nodes import argument, aten_name, info, shape_of, walk
 from autoptd.passes.ir.products import find_factors
-from autoptd.passes.ir.program import Program
+from autoptd.passes.ir.program import Program, find_trained
 from autoptd.passes.normal_form.constant_masks import MaskJudge
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait, strip
+from autoptd.passes.operators.table import Trait, has_trait, strip
 from autoptd.passes.tensor_parallel.symbols import symbol
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Input

@@ -28,8 +28,7 @@ from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_da
 from autoptd.capture.objective import DataDependentError, LossError, Objective
 from autoptd.capture.side_effects import SideEffectError, keeping_attributes, refuse_hooks, refuse_new_hooks
 from autoptd.capture.source_lines import short_line, user_line
-from autoptd.passes.ir.node_info import NodeInfo, describe
-from autoptd.passes.ir.nodes import aten_name, where
+from autoptd.passes.ir.nodes import NodeInfo, aten_name, describe, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.mesh import Mesh

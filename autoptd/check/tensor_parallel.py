@@ -18,13 +18,11 @@ from typing import Any, Literal
 from torch import fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import argument, operator_name
-from autoptd.passes.ir.program import Stage
+from autoptd.passes.ir.nodes import argument, info, operator_name
+from autoptd.passes.ir.program import Stage, find_trained
 from autoptd.passes.operators import proof
-from autoptd.passes.operators.record import OperatorRules, Records, Trait
-from autoptd.passes.operators.table import OPERATORS, has_trait, rules_of
+from autoptd.passes.operators.record import OperatorRules, Records
+from autoptd.passes.operators.table import OPERATORS, Trait, has_trait, rules_of
 from autoptd.passes.operators.text_rule import read_rules
 from autoptd.passes.operators.views import reshape_placed
 from autoptd.runtime import aten, collectives

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autoptd.passes.cost.durations import Durations, Seconds
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.stages.choice import ItemTimes, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory, fold

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import results_of
+from autoptd.passes.ir.nodes import info, results_of
 from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.collectives import COPIED

@@ -15,8 +15,7 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.passes.ir.names import free_name
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import where
+from autoptd.passes.ir.nodes import info, where
 from autoptd.text.call_arguments import resolve_overload, shorten_call
 
 # Names that a stage function uses itself, besides Python's keywords.

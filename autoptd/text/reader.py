@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.check.program import check_manifest
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import Role, change_info
+from autoptd.passes.ir.nodes import Propagation, Role, change_info
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest
 from autoptd.runtime.program.program_text import ProgramText, read_program

@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.proxy import GraphAppendingTracer
 
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import NodeInfo, Role, describe, info
+from autoptd.passes.ir.nodes import NodeInfo, Propagation, Role, describe, info
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.program_text import line_of
 from autoptd.runtime.recomputation import recompute

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import nodes_in, walk
+from autoptd.passes.ir.nodes import info, nodes_in, walk
 from autoptd.passes.ir.program import Program, Stage, constants_made, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface

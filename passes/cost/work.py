@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autoptd.passes.ir.gradients import may_be_trained
-from autoptd.passes.ir.program import Stage
+from autoptd.passes.ir.program import Stage, may_be_trained
 from autoptd.passes.operators.quantities import (
     Product,
     Sizes,
@@ -26,8 +25,7 @@ from autoptd.passes.operators.quantities import (
     local_sizes,
     tensor_arguments,
 )
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait, rules_of
+from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten
 
 __all__ = ["Product", "Work", "backward_work", "forward_work", "is_free"]

@@ -31,15 +31,11 @@ from autoptd.passes.fusion.patterns import (
     read_linear,
     split_bias,
 )
-from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import operator_word, rename_nodes
-from autoptd.passes.ir.node_info import change_info, describe, info
-from autoptd.passes.ir.nodes import operator_name, shape_of
+from autoptd.passes.ir.nodes import Propagation, change_info, describe, info, operator_name, shape_of
 from autoptd.passes.ir.products import find_factors, read_product
-from autoptd.passes.ir.program import Program, Stage, copy_graph
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import OPERATORS
+from autoptd.passes.ir.program import Program, Stage, copy_graph, find_trained
+from autoptd.passes.operators.table import OPERATORS, Trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.program.placement import REPLICATED

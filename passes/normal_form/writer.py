@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.gradients import may_be_trained
-from autoptd.passes.ir.node_info import NodeInfo, describe
-from autoptd.passes.ir.nodes import name_arguments, where
+from autoptd.passes.ir.nodes import NodeInfo, describe, name_arguments, where
+from autoptd.passes.ir.program import may_be_trained
 from autoptd.passes.ir.strides import is_view
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
 
 

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import change_info, describe, info
-from autoptd.passes.ir.nodes import arguments_of, as_results, shape_of, where
+from autoptd.passes.ir.nodes import (
+    Propagation,
+    arguments_of,
+    as_results,
+    change_info,
+    describe,
+    info,
+    shape_of,
+    where,
+)
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis

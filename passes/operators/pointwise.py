@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import shape_of
+from autoptd.passes.ir.nodes import info, shape_of
 from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis

@@ -22,6 +22,8 @@ from autoptd.passes.operators import (
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR
 
+__all__ = ["OPERATORS", "Trait", "has_trait", "rules_of", "strip"]
+
 _FAMILIES = (attention, einsums, kernels, pieces, pointwise, products, reductions, views, vocabulary)
 OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import arguments_of, as_results, operator_name, results_of, shape_of, where
+from autoptd.passes.ir.nodes import arguments_of, as_results, info, operator_name, results_of, shape_of, where
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import as_results, called, results_of, shape_of
+from autoptd.passes.ir.nodes import as_results, called, info, results_of, shape_of
 from autoptd.passes.ir.strides import float_bytes, is_view
 from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax

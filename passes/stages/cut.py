@@ -17,8 +17,7 @@ from torch import fx
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.schedule_times import live_microbatches
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import wants_gradient, where
+from autoptd.passes.ir.nodes import info, wants_gradient, where
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.passes.stages.choice import Choice, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory

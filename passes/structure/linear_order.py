@@ -13,10 +13,8 @@ from torch import UntypedStorage, fx
 
 from autoptd.passes.cost.durations import Durations
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
-from autoptd.passes.ir.gradients import find_reached, find_trained
-from autoptd.passes.ir.node_info import describe, info
-from autoptd.passes.ir.nodes import walk
-from autoptd.passes.ir.program import Stage, tensor_bytes, values_taken
+from autoptd.passes.ir.nodes import describe, info, walk
+from autoptd.passes.ir.program import Stage, find_reached, find_trained, tensor_bytes, values_taken
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from autoptd.capture.export import capture
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.cost.work import Product, backward_work, forward_work
-from autoptd.passes.ir.node_info import NodeInfo, describe
+from autoptd.passes.ir.nodes import NodeInfo, describe
 from autoptd.passes.operators.unfamiliar import bound_hidden
 from autoptd.runtime import aten, collectives, kernels
 

@@ -19,7 +19,7 @@ from autoptd.passes.fusion import rules
 from autoptd.passes.fusion.patterns import Call, Match, is_call
 from autoptd.passes.fusion.rules import fuse_operators
 from autoptd.passes.ir.names import operator_word
-from autoptd.passes.ir.node_info import change_info, info
+from autoptd.passes.ir.nodes import change_info, info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators.table import OPERATORS
 from autoptd.runtime import aten, kernels
