@@ -149,7 +149,7 @@ def test_a_broken_step_is_not_shown(tmp_path: Path) -> None:
         slot.call = replace(whole, function=partial(fail_in_the_second_microbatch))
     with pytest.raises(OSError, match="the second microbatch"):
         parallel(**batch)
-    with pytest.raises(RuntimeError, match="the last one failed"):
+    with pytest.raises(RuntimeError, match="the last failed"):
         parallel.save_trace(tmp_path / "step.json")
 
 
