@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import autoptd
@@ -266,7 +267,7 @@ def test_a_proved_mask_is_held(tmp_path: Path) -> None:
         fresh.load_checkpoint(tmp_path)
 
 
-def test_a_foreign_folder_needs_consent(tmp_path: Path) -> None:
+def test_a_folder_of_torch_s_own_checkpoints_says_how_it_is_converted(tmp_path: Path) -> None:
     program = compile_nano()
     assert program.model is not None
     save({"model": program.model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
@@ -275,19 +276,13 @@ def test_a_foreign_folder_needs_consent(tmp_path: Path) -> None:
         nn.utils.vector_to_parameters(
             torch.zeros(sum(p.numel() for p in parallel.parameters())), parallel.parameters()
         )
-    with pytest.raises(autoptd.CheckpointError, match=r"\.metadata is a pickle .*trust_pickle=True"):
-        parallel.load_checkpoint(tmp_path / "dcp")
-    optimizer = torch.optim.SGD(parallel.parameters())
-    with pytest.raises(autoptd.CheckpointError, match="only the model is read"):
-        parallel.load_checkpoint(tmp_path / "dcp", optimizer, trust_pickle=True)
-    with pytest.warns(UserWarning, match="reading the pickle"):
-        assert parallel.load_checkpoint(tmp_path / "dcp", trust_pickle=True) is None
-    assert_same(dict(parallel.full_state_dict()), dict(program.model.state_dict()))
-    with (
-        pytest.warns(UserWarning, match="reading"),
-        pytest.raises(autoptd.CheckpointError, match="another model"),
+    with pytest.raises(
+        autoptd.CheckpointError, match=r"format_utils.dcp_to_torch_save.*load_full_state_dict"
     ):
-        bind()[0].load_checkpoint(tmp_path / "dcp", trust_pickle=True)
+        parallel.load_checkpoint(tmp_path / "dcp")
+    format_utils.dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
+    parallel.load_full_state_dict(torch.load(tmp_path / "whole.pt")["model"])
+    assert_same(dict(parallel.full_state_dict()), dict(program.model.state_dict()))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -38,7 +38,7 @@ BANNED_WORDS = {"manager", "helper", "helpers", "util", "utils", "handler", "bas
 # fmt: off
 IMPORTS = {
     "runtime": {
-        "checkpoint": "comm guards optimizer program user_warnings weights",
+        "checkpoint": "comm guards optimizer program weights",
         "collectives": "comm kernels",
         "comm": "health program randomness",
         "engine": "comm kernels optimizer program randomness user_warnings weights",

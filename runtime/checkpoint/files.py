@@ -140,6 +140,12 @@ def find_step(folder: Path) -> StepFolder:
         return committed[-1]
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder: give the one that save_checkpoint was given")
+    if (folder / ".metadata").exists():
+        raise CheckpointError(
+            f"{folder} was written by torch.distributed.checkpoint, whose index is a pickle: convert it with "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, and give the model's part of the file to "
+            "parallel.load_full_state_dict, or to bind(weights=...)"
+        )
     unfinished = f"{len(steps)} unfinished saves (no {COMMIT})" if steps else "no step folder"
     raise CheckpointError(f"{folder} has no committed checkpoint, but {unfinished}")
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.runtime.checkpoint.dcp import check_consent, is_foreign, read_foreign
 from autoptd.runtime.checkpoint.error import CheckpointError, agreed
 from autoptd.runtime.checkpoint.files import RECORD, StepFolder, find_step, name_earlier
 from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
@@ -39,7 +38,7 @@ Key = tuple[str, str]  # the name of a tensor, and of an optimizer state or ""
 class Loaded:
     """The part of a checkpoint for this rank, in fresh memory: slices, or the flat ranges of them that it steps."""
 
-    record: Record | None
+    record: Record
     tensors: Mapping[str, Tensor]
     states: Mapping[Tensor, Mapping[str, Any]]  # of the optimizer, by the stepped tensor
     options: Sequence[Mapping[str, Any]]  # of its groups
@@ -47,27 +46,20 @@ class Loaded:
     data: Any
 
 
-def load_step(training: Training, folder: Path, trust_pickle: bool) -> Any:
+def load_step(training: Training, folder: Path) -> Any:
     """Load the last committed checkpoint in `folder` and return its data. Every rank must call it.
 
     CheckpointError on every rank, with nothing changed on any, if one cannot.
     """
     rank, name = training.rank, ""
     with agreed(rank):
-        if is_foreign(folder):
-            model_only = training.optimizer is None and not training.schedulers
-            check_consent(folder, model_only, trust_pickle)
-        elif rank.number == 0:
+        if rank.number == 0:
             name = find_step(folder).path.relative_to(folder).as_posix()
     name = share_text(rank, name)
     undo: dict[str, Any] = {}
     try:
         with agreed(rank):
-            if is_foreign(folder):
-                tensors = read_foreign(training.manifest, rank, training.dtypes, folder)
-                loaded = Loaded(None, tensors, {}, (), {}, None)
-            else:
-                loaded = _read_good(training, folder / name)
+            loaded = _read_good(training, folder / name)
             try:
                 check_proved(training.manifest, loaded.tensors)
             except ValueError as error:
@@ -134,12 +126,10 @@ def _take_over(training: Training, loaded: Loaded) -> None:
             shard.restore(loaded.tensors).wait()
     if training.optimizer is not None:
         training.optimizer.put(loaded.states, loaded.options)
-    if loaded.record is not None:
-        scale = loaded.record.loss_scale
-        if training.loss_scale is not None and scale is not None:
-            training.loss_scale.value, training.loss_scale.finite_steps = scale.value, scale.finite_steps
-        randomness = training.rank.randomness
-        randomness.seed, randomness.call = loaded.record.seed, loaded.record.call
+    scale, randomness = loaded.record.loss_scale, training.rank.randomness
+    if training.loss_scale is not None and scale is not None:
+        training.loss_scale.value, training.loss_scale.finite_steps = scale.value, scale.finite_steps
+    randomness.seed, randomness.call = loaded.record.seed, loaded.record.call
 
 
 def _check_model(training: Training, record: Record, place: str) -> None:

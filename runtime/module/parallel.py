@@ -282,18 +282,15 @@ class Parallel(BoundModule):
         folder: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Schedulers = None,
-        *,
-        trust_pickle: bool = False,
     ) -> Any:
         """Take over the last committed checkpoint of `folder`, or the step's folder `folder`; return its `data`.
 
-        Every rank must call it. It may be from any mesh. With `trust_pickle` a folder of torch.distributed.checkpoint
-        is read too, but only for the model's tensors: reading it can run any code that is in it.
+        Every rank must call it. It may be from any mesh.
         CheckpointError, on every rank and with nothing changed on any, where one cannot take all of it over.
         """
         self.finish_checkpoint()
         with self._connection.position.collective_call("load_checkpoint"):
-            given = load_step(self._training(optimizer, scheduler), Path(folder), trust_pickle)
+            given = load_step(self._training(optimizer, scheduler), Path(folder))
         self._take_over()
         return given
 
