@@ -15,7 +15,7 @@ from autoptd import input_shapes, options
 from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.broadcast_dropout import mark_expanded
 from autoptd.capture.export import capture
-from autoptd.capture.fake_module import leave_device
+from autoptd.capture.fake_module import leave_modes
 from autoptd.compiled import CompiledProgram
 from autoptd.description import describe_program, write_title
 from autoptd.gc_pause import collect_garbage, paused_collector
@@ -108,7 +108,7 @@ def compile(
 
 
 @paused_collector()
-@leave_device()
+@leave_modes()
 def _compile(
     model: nn.Module,
     mesh: object,

@@ -26,7 +26,13 @@ from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import Examples, read_examples
 from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
 from autoptd.capture.objective import DataDependentError, LossError, Objective
-from autoptd.capture.side_effects import SideEffectError, keeping_attributes, refuse_hooks, refuse_new_hooks
+from autoptd.capture.side_effects import (
+    NUMBERS,
+    SideEffectError,
+    keeping_attributes,
+    refuse_hooks,
+    refuse_new_hooks,
+)
 from autoptd.capture.source_lines import short_line, user_line
 from autoptd.passes.ir.nodes import NodeInfo, aten_name, describe, where
 from autoptd.passes.ir.program import Program, Stage
@@ -35,7 +41,6 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.user_warnings import warn_caller
 
-NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # that depend on data: all sizes are known
 CHECKS = frozenset(
     [
         *("_assert_async", "_assert_scalar", "_assert_tensor_metadata"),
@@ -83,6 +88,11 @@ def capture(
     unchecked = "is an assertion on data, and not in the program: a step checks row numbers and labels"
     notes = (*functions.check(), *differences, *(f"{line} {unchecked}" for line in assumed))
     tensors = _name_tensors(model, loss_fn, exported, objective.result.assigned)
+    if objective.result.varying:
+        warn_caller(
+            f"forward leaves {', '.join(objective.result.varying)}, different for each batch: a step sets none of "
+            "them, neither for you nor for the next call. Return beside the loss what you want to see"
+        )
     graph = _build_graph(exported, tensors, examples)
     stage = Stage(graph, tensors.parameters, fx.Graph())
     log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)

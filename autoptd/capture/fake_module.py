@@ -45,10 +45,11 @@ def run_without_data(mode: FakeTensorMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def leave_device() -> Iterator[None]:
-    """Make new tensors on the CPU, whatever device the caller has set, as ``with torch.device("meta")`` does."""
-    # The mode of a device is asked at every call of torch, so it is entered where it is needed alone.
-    with contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+def leave_modes() -> Iterator[None]:
+    """Make new tensors on the CPU, with gradients, whatever device and mode the caller has set."""
+    # A mode of a device is asked at every call of torch, so it is entered only where it is needed.
+    here = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with here, torch.inference_mode(False), torch.enable_grad():
         yield
 
 

@@ -60,21 +60,35 @@ class KnownValues(TorchFunctionMode):
             self._given[place].append(result := func(*real, **named))
         return result
 
+    def varies(self, value: Any) -> bool:
+        """Return whether a value of the trace differs from step to step: whether more than buffers is read for it."""
+        node, names = self._find_node(value), self._name_buffers()
+        return node is not None and any(n.op == "placeholder" and n not in names for n in _find_sources(node))
+
+    def _find_node(self, value: Any) -> fx.Node | None:
+        mode: Any = get_proxy_mode()
+        slot: Any = get_proxy_slot(value, mode.tracer, None)
+        proxy = slot() if callable(slot) else getattr(slot, "proxy", None)
+        return None if proxy is None else proxy.node
+
+    def _name_buffers(self) -> dict[fx.Node, str]:
+        """Return the names of the traced module's buffers by their nodes."""
+        found = {self._find_node(buffer): name for name, buffer in self.traced.named_buffers()}
+        return {node: name for node, name in found.items() if node is not None}
+
     def _compute(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a tensor of the trace; None unless it is made of buffers and literals alone."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        mode: Any = get_proxy_mode()
-        slot = get_proxy_slot(tensor, mode.tracer, None)
-        if slot is None:
+        if (wanted := self._find_node(tensor)) is None:
             return None
-        held = {name: get_proxy_slot(x, mode.tracer, None) for name, x in self.traced.named_buffers()}
-        names = {x.proxy.node: name for name, x in held.items() if x is not None}
+        mode: Any = get_proxy_mode()
+        root, names = mode.tracer.root, self._name_buffers()
         values: dict[fx.Node, Any] = {}
-        sources = _find_sources(slot.proxy.node)
+        sources = _find_sources(wanted)
         with _disable_current_modes(), torch.no_grad():
             for node in sources:
-                kept = getattr(mode.tracer.root, str(node.target), None) if node.op == "get_attr" else None
+                kept = getattr(root, str(node.target), None) if node.op == "get_attr" else None
                 own = self.buffers.get(names.get(node, "")) if node.op == "placeholder" else kept
                 value = _evaluate(node, values) if node.op == "call_function" else own
                 if value is None or getattr(value, "is_meta", False) or isinstance(value, FakeTensor):
@@ -82,7 +96,7 @@ class KnownValues(TorchFunctionMode):
                 # A forward may write to it.
                 values[node] = value if node.op == "call_function" else value.detach().cpu().clone()
         self.read |= {names[node] for node in sources if node in names}
-        result: Tensor = values[slot.proxy.node]
+        result: Tensor = values[wanted]
         return result
 
 

@@ -15,7 +15,7 @@ from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
 from autoptd.capture.known_values import KnownValues
-from autoptd.capture.side_effects import refuse_side_effects
+from autoptd.capture.side_effects import judge_left, refuse_side_effects
 from autoptd.runtime.program.manifest import Output
 
 
@@ -25,6 +25,7 @@ class Result:
     def __init__(self) -> None:
         self.output = Output("tensor")
         self.assigned: dict[str, Tensor] = {}  # the tensors that a traced forward replaced, by place
+        self.varying: list[str] = []  # the places where it leaves what differs from batch to batch
         self.calls = Calls()  # that the forward made
 
 
@@ -52,20 +53,31 @@ class Objective(nn.Module):
 
     def forward(self, *values: Tensor) -> Tensor:
         try:
-            if not torch.compiler.is_exporting():
-                return self.find_loss(*values)
-            self.result.calls = Calls()
-            with (
-                refuse_side_effects(self, self.result.assigned),
-                NoGradRegions(),
-                self.known,
-                self.result.calls,
-            ):
-                return self.find_loss(*values)
+            return self._trace(*values) if torch.compiler.is_exporting() else self.find_loss(*values)
         except RuntimeError as error:
             if "data-dependent" in str(error).lower():
                 raise DataDependentError from error
             raise
+
+    def _trace(self, *values: Tensor) -> Tensor:
+        """Return the loss; note what forward calls and leaves, and refuse what no program can repeat."""
+        self.result.calls, left = Calls(), dict[str, Any]()
+        effects = refuse_side_effects(self, self.result.assigned, left)
+        try:
+            with effects, NoGradRegions(), self.known, self.result.calls:
+                loss = self.find_loss(*values)
+        except LossError as error:
+            kept = [place for place, value in left.items() if _is_loss(value) and value.requires_grad]
+            if not kept:
+                raise
+            raise LossError(f"{error}. Forward leaves a scalar in {kept[0]}: return that") from error
+        if not loss.requires_grad and any(p.requires_grad for p in self.captured.parameters()):
+            raise LossError(
+                "the loss has no gradient, and the plain model's loss.backward() raises: forward runs under "
+                "torch.no_grad or inference_mode, or detaches what it computes; take that out of forward"
+            )
+        self.result.varying = judge_left(loss, left, self.known.varies)
+        return loss
 
     def find_loss(self, *values: Tensor) -> Tensor:
         """Return the loss as `forward` does, without what only a trace asks for."""

@@ -9,17 +9,20 @@ import random
 import sys
 import traceback
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
+from autoptd.capture.scopes import Scope, find_scopes
 from autoptd.capture.source_lines import user_line
 from autoptd.runtime.user_warnings import warn_caller
 
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # that depend on data: a trace knows all sizes
 MOST = 256  # entries of what is looked into: data sets have more
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, tuple)
 _TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -31,15 +34,20 @@ class SideEffectError(ValueError):
 
 @contextmanager
 def keeping_attributes(objective: nn.Module) -> Iterator[None]:
-    """Restore after the block what all modules held: attributes, buffers, modes, and their containers."""
+    """Restore after the block what modules and scopes held: attributes, buffers, modes, and their containers."""
     parts = list(objective.modules())
-    holders = [vars(objective), *(part._buffers for part in parts)]
+    holders: list[Any] = [vars(objective), *(part._buffers for part in parts)]
     holders += [vars(held) if _is_object(held) else held for _, held in _holders(objective)]
-    kept = [(holder, copy.copy(holder)) for holder in holders]
+    kept = [(h, h.read() if isinstance(h, Scope) else copy.copy(h)) for h in holders]
     try:
         yield
     finally:
         for holder, before in kept:
+            if isinstance(holder, Scope):
+                for name, value in holder.read().items():
+                    if value is not before.get(name):
+                        holder.assign(name, before.get(name))
+                continue
             now, then = _flatten(holder), _flatten(before)
             if len(now) == len(then) and all(map(operator.is_, now, then)):
                 continue  # others may be reading it
@@ -68,15 +76,23 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 @contextmanager
-def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> Iterator[None]:
+def refuse_side_effects(
+    objective: nn.Module, assigned: dict[str, Tensor], left: dict[str, Any]
+) -> Iterator[None]:
     """Raise SideEffectError if a forward in this block assigns buffers or draws from a foreign generator.
 
-    Warns of numbers that forward changes. `assigned` gets the tensors that forward replaced, by their places.
+    Warns of numbers that forward changes. `assigned` gets the tensors that forward replaced, by their places, and
+    `left` the tensors, and numbers read from these, that are at a place where they were not before.
     """
     buffers, held = _list_buffers(objective), _list_held(objective)
     drawn = _random_states(held)
-    with refuse_new_hooks():
-        yield
+    try:
+        with refuse_new_hooks(), patch.object(nn.Module, "__setattr__", _assign_view):
+            yield
+    finally:
+        now_held = _list_held(objective)
+        new = {place: value for place, value in now_held.items() if held.get(place) is not value}
+        left |= {place: value for place, value in new.items() if isinstance(value, (Tensor, *NUMBERS))}
     now = _list_buffers(objective)
     # A new buffer keeps something for later calls, such as a table of positions.
     for place, buffer in buffers.items():
@@ -92,16 +108,50 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor]) -> It
                 "step; draw with torch, as dropout does, or outside forward (another thread that draws at the same "
                 "time looks the same)"
             )
-    for place, value in _list_held(objective).items():
+    for place, value in new.items():
         before = held.get(place)
         numbers = type(before) in (int, float) and type(value) in (int, float)
-        if numbers and value is not before and value != before:  # nan is not itself
+        if numbers and value != before:  # nan is not itself
             warn_caller(
                 f"forward changes {place} from {before} to {value}: a program keeps its value from the capture in "
                 "every step"
             )
-        elif isinstance(before, Tensor) and value is not before:
+        elif isinstance(before, Tensor):
             assigned[place] = before
+
+
+def _assign_view(module: nn.Module, name: str, value: Any, assign: Any = nn.Module.__setattr__) -> None:
+    """Assign an attribute as any module does; of a tensor with a gradient a view, by which it is seen to be read."""
+    if getattr(value, "grad_fn", None) is not None:
+        with torch._C.DisableTorchFunction():  # it is no call of the user's
+            value = value.view(value.shape)
+    assign(module, name, value)
+
+
+def judge_left(loss: Tensor, left: Mapping[str, Any], varies: Callable[[Any], bool]) -> list[str]:
+    """Raise SideEffectError for a tensor with a gradient that forward has `left` beside the loss.
+
+    Returns the places of what else is left and `varies` from step to step: numbers, detached tensors, and lists of what
+    the loss is computed from.
+    """
+    inside, pending = set(), [loss.grad_fn]
+    while pending:
+        if (function := pending.pop()) is not None and function not in inside:
+            inside.add(function)
+            pending += [following for following, _ in function.next_functions]
+    varying = []
+    for place, value in left.items():
+        function = getattr(value, "grad_fn", None)
+        if function is not None and function not in inside:
+            raise SideEffectError(
+                f"forward leaves {place}, a tensor with a gradient that the loss does not read there, and a step sets "
+                "nothing: what reads it after the call would miss it in silence. Add it to the loss in forward, return "
+                "it beside the loss, or keep its .detach()"
+            )
+        # A number that is added to the loss needs nobody to read it.
+        if isinstance(value, NUMBERS) or ((function is None or value.dim()) and varies(value)):
+            varying.append(place)
+    return varying
 
 
 @contextmanager
@@ -148,9 +198,10 @@ def _flatten(holder: Any) -> list[Any]:
 
 
 def _holders(objective: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield every module but `objective`, and every container in one, each once, with its path."""
+    """Yield every module but `objective`, scope of their functions, and container in one, each once, with its path."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [(path, part) for path, part in objective.named_modules() if path]
+    pending += find_scopes(objective)
     for path, holder in pending:
         if id(holder) in seen:
             continue
@@ -169,14 +220,17 @@ def _holds(value: object) -> bool:
 
 def _is_object(value: object) -> bool:
     """Return whether a value has attributes of the user's: a module, a configuration."""
-    foreign = isinstance(value, (Tensor, type, ModuleType)) or type(value).__module__.startswith("torch.")
+    module = type(value).__module__
+    foreign = isinstance(value, (Tensor, type, ModuleType)) or module.startswith(("torch.", "logging"))
     plain = hasattr(value, "__dict__") and not callable(value) and not foreign
     return isinstance(value, nn.Module) or plain
 
 
 def _entries(holder: Any) -> Iterator[tuple[str, Any]]:
     """Yield the entries of `holder`, each named as written after the holder's own name."""
-    if _is_object(holder):
+    if isinstance(holder, Scope):
+        yield from ((f".{name}", value) for name, value in holder.read().items())
+    elif _is_object(holder):
         own = _TORCH if isinstance(holder, nn.Module) else ()
         yield from ((f".{name}", value) for name, value in list(vars(holder).items()) if name not in own)
     else:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.capture.fake_module import leave_device
+from autoptd.capture.fake_module import leave_modes
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import list_examples
 from autoptd.options import Options, check_counts, check_flags, check_free_counts, check_known, check_modes
@@ -36,7 +36,7 @@ TRIED = 4  # candidates that need least memory, tried if none fits
 
 
 @paused_collector()
-@leave_device()
+@leave_modes()
 def plan(
     model: nn.Module,
     *,

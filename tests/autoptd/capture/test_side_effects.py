@@ -187,8 +187,9 @@ def draw_of_its_own_numpy(model: Holding, x: Tensor) -> Tensor:
 
 
 def keep_to_look_at(model: Holding, x: Tensor) -> Tensor:
-    model.last = x * 2
+    model.last = x.detach() * 2
     model.memories.append(x)
+    model.state["mean"] = x.mean().item()
     return x * model.seen.setdefault(x.shape[1], x.new_ones(x.shape[1], 1))
 
 
@@ -215,7 +216,11 @@ def read_constants(model: Holding, x: Tensor) -> Tensor:
         (count_in_a_dict, "", r"forward changes state\['n'\] from 0 to 1"),
         (count_deep, "", r"forward changes state\['deep'\]\['steps'\]\[0\] from 0 to 1"),
         (count_in_an_object, "", r"forward changes config\.n from 0 to 1"),
-        (keep_to_look_at, "", ""),
+        (
+            keep_to_look_at,
+            "",
+            r"forward leaves last, memories\[1\], state\['mean'\], different for each batch",
+        ),
         (read_constants, "", ""),
     ],
 )
@@ -236,6 +241,127 @@ def test_state_kept_for_the_next_call_is_refused_or_warned_of(
     said = [str(entry.message) for entry in caught]
     assert len(said) == bool(warning)
     assert all(re.match(warning, text) for text in said), said
+
+
+BALANCES: list[Tensor] = []
+LAST: Tensor | None = None
+
+
+class Balance:
+    """A place that functions and classes share."""
+
+    kept: tuple[Tensor, ...] = ()
+
+
+def balance(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def leave_on_the_module(model: Plain, x: Tensor) -> Tensor:
+    model.cache = balance(x)
+    return x
+
+
+def leave_hidden(model: Plain, x: Tensor) -> Tensor:
+    model.cache = x
+    return x
+
+
+def leave_in_a_list(model: Plain, x: Tensor) -> Tensor:
+    model.__dict__.setdefault("balances", []).append(balance(x))
+    return x
+
+
+def leave_in_a_global(model: Plain, x: Tensor) -> Tensor:
+    global LAST
+    LAST = balance(x)
+    return x
+
+
+def append(value: Tensor) -> None:
+    BALANCES.append(value)
+
+
+def leave_in_a_global_list(model: Plain, x: Tensor) -> Tensor:
+    append(balance(x))
+    return x
+
+
+def leave_in_a_class(model: Plain, x: Tensor) -> Tensor:
+    Balance.kept = (balance(x),)
+    return x
+
+
+def leave_in_a_closure() -> Callable[[Plain, Tensor], Tensor]:
+    kept: list[Tensor] = []
+    last: Tensor | None = None
+
+    def leave(model: Plain, x: Tensor) -> Tensor:
+        nonlocal last
+        last = balance(x)
+        kept.append(last.detach())
+        return x
+
+    return leave
+
+
+@pytest.mark.parametrize(
+    ("middle", "place"),
+    [
+        (leave_on_the_module, "cache"),
+        (leave_hidden, "cache"),
+        (leave_in_a_list, r"balances\[0\]"),
+        (leave_in_a_global, r"\S+test_side_effects\.LAST"),
+        (leave_in_a_global_list, r"\S+test_side_effects\.BALANCES\[0\]"),
+        (leave_in_a_class, r"Balance\.kept\[0\]"),
+        (leave_in_a_closure(), r"leave_in_a_closure.<locals>.leave\.last"),
+    ],
+)
+def test_tensors_with_a_gradient_left_beside_the_loss_are_refused(
+    middle: Callable[[Plain, Tensor], Tensor], place: str
+) -> None:
+    """As a balance of experts that the loop adds to the loss, or a hidden state that it looks at."""
+    with pytest.raises(
+        ValueError, match=f"forward leaves {place}, a tensor with a gradient that the loss does not"
+    ):
+        compile_plain(Plain(middle))
+    assert (LAST, BALANCES, Balance.kept) == (None, [], ())
+
+
+def test_a_loss_may_read_what_its_modules_left() -> None:
+    class Summing(Plain):
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            self.cache = None
+            loss = super().forward(idx, targets)
+            assert self.cache is not None
+            return loss + self.cache
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program = compile_plain(Summing(leave_on_the_module).double(), (2, 1, 1))
+    report = program.verify()
+    assert report.passed, report
+    assert max(report.gradient_errors.values()) < 1e-12
+
+
+def test_a_forward_without_gradients_is_refused() -> None:
+    """Where the plain model's backward raises; round a compilation, and for a part of the model, there are others."""
+    for without in (torch.no_grad, torch.inference_mode):
+        model = Plain()
+        model.forward = without()(model.forward)  # type: ignore[method-assign]
+        with pytest.raises(
+            ValueError, match=r"the loss has no gradient, and the plain model's loss.backward\(\) raises"
+        ):
+            compile_plain(model)
+        with without():
+            program = compile_plain(Plain())
+        assert program.verify().passed
+
+    def freeze(model: Plain, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x + model.head.weight.sum()
+
+    assert compile_plain(Plain(freeze)).verify().passed
 
 
 def test_a_table_that_the_first_call_makes_is_a_constant() -> None:
