@@ -231,8 +231,7 @@ class Cluster:
 
     def ring_latency(self, ranks: Sequence[int]) -> float:
         """Return the seconds of an all-gather of almost no bytes."""
-        link = self.node if len(self.nodes(ranks)) < 2 else self.network
-        return (len(ranks) - 1) * link.latency_seconds
+        return (len(ranks) - 1) * (self.node if len(self.nodes(ranks)) < 2 else self.network).latency_seconds
 
     def send_seconds(self, count: float, source: int, destination: int, senders: int = 1) -> float:
         """Return the seconds of one message of `count` bytes, while `senders` devices of the node send equal ones."""

@@ -133,9 +133,8 @@ class Ledger:
             return 0
         sources = [source for source in node.all_input_nodes if source in trained]
         weights = sum(tensor_bytes(source.meta["val"]) for source in sources if source.op == "get_attr")
-        halves = sources if self._is_torchs_loss(node) else []
         there = count_bytes(self.storages([node, *sources]) - self._replaced)
-        return weights + there + count_bytes(self.storages(halves))
+        return weights + there + count_bytes(self.storages(sources if self._is_torchs_loss(node) else []))
 
     def _is_torchs_loss(self, node: fx.Node) -> bool:
         if node.target is not kernels.cross_entropy:

@@ -135,8 +135,7 @@ class Normalizer(Storage):
         if scope.autocast is not None:
             args, kwargs = cast_arguments(scope.autocast, node, args, kwargs, self)
         meta = describe_result(scope.autocast, node, target, args, kwargs)
-        made = rewrite(target, Call(self, node, args, kwargs, meta))
-        values[node] = self.derive(node, made, values)
+        values[node] = self.derive(node, rewrite(target, Call(self, node, args, kwargs, meta)), values)
 
     def _write(
         self, node: fx.Node, cell: Cell, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: Scope

@@ -10,13 +10,19 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, change_info, shape_of
-from autoptd.passes.ir.strides import float_bytes
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
-from autoptd.passes.operators.quantities import Product, Value, Work, differentiate, tensor_arguments
+from autoptd.passes.operators.quantities import (
+    Product,
+    Value,
+    Work,
+    differentiate,
+    float_bytes,
+    tensor_arguments,
+)
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Placement, Shard
@@ -42,8 +48,7 @@ def attention_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
         for axis, score in zip(own[-2:], (length, keys), strict=True):
             if axis.size != 1:
                 ax.unify(axis, score)
-    lead = axis_map.align_leading(node, leading)
-    return (*lead, length, value_size)
+    return (*axis_map.align_leading(node, leading), length, value_size)
 
 
 def _softmax_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:

@@ -206,8 +206,7 @@ def _join_order(writer: LayoutWriter, node: fx.Node) -> Written:
     dim = read_dim(node, 1, len(shape))
     if len({len(order.dims) for order in orders}) > 1:
         return None  # cat takes an empty list for a tensor of any rank
-    one = shape[:dim] + shape[dim + 1 :] if stacks else shape
-    known = DimOrder(broadcast(orders, one))
+    known = DimOrder(broadcast(orders, shape[:dim] + shape[dim + 1 :] if stacks else shape))
     transposed = [order for order in orders if order.transposed]
     if not stacks and transposed:  # of the joined dimension, sizes differ
         known = known.replaced(dim, transposed[0].resized(dim, shape[dim]).dims[dim])

@@ -11,14 +11,13 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import as_results, called, info, results_of, shape_of
-from autoptd.passes.ir.strides import float_bytes, is_view
 from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, regroup
 from autoptd.passes.operators.localizer import Localizer
-from autoptd.passes.operators.quantities import Value, Work
+from autoptd.passes.operators.quantities import Value, Work, float_bytes, is_view
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import AxisPlacement
@@ -109,8 +108,7 @@ def aligned(order: DimOrder, out: DimOrder) -> bool:
     """Return whether the argument's pair of batch and sequence is the result's."""
     if order.pair is None or out.pair is None:
         return False
-    behind = len(out.dims) - len(order.dims)
-    return (order.pair[0] + behind, order.pair[1]) == out.pair
+    return (order.pair[0] + len(out.dims) - len(order.dims), order.pair[1]) == out.pair
 
 
 def _reshape_order(writer: LayoutWriter, node: fx.Node) -> Written:

@@ -92,8 +92,7 @@ class CostSequence:
 
     def others(self, per_stage: Ints) -> Ints:
         """Return for each stage the sum of the other stages of its rank."""
-        chunks = self.num_stages // self.num_ranks
-        sums: Ints = np.tile(self.rank_sums(per_stage), chunks) - per_stage
+        sums: Ints = np.tile(self.rank_sums(per_stage), self.num_stages // self.num_ranks) - per_stage
         return sums
 
     def bottleneck(self, cut: Ints) -> int:

@@ -88,8 +88,7 @@ def _scaled_softmax(
     softmax = exact.to(scores.dtype)
     if moment is None:
         return softmax, softmax.new_empty(0)
-    weights = apply_mask(exact, p, key, moment, is_causal).mul_(keep_factor(p))
-    return weights.to(scores.dtype), softmax
+    return apply_mask(exact, p, key, moment, is_causal).mul_(keep_factor(p)).to(scores.dtype), softmax
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:

@@ -47,9 +47,8 @@ def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, ba
     out = _allocate(x, cos, sin)
     if width < x.shape[-1]:
         out[..., width:] = x[..., width:]
-    into = torch.mul(turned, cos, out=out[..., :width])
     (first, second), (of_first, of_second) = _split(turned, interleaved), _split(sin, interleaved)
-    into_first, into_second = _split(into, interleaved)
+    into_first, into_second = _split(torch.mul(turned, cos, out=out[..., :width]), interleaved)
     if backward:
         into_first.addcmul_(second, of_second)
         into_second.addcmul_(first, of_first, value=-1)

@@ -55,8 +55,7 @@ class BoundWeights:
         self.narrow = {name: x for name, x in self.narrow.items() if name not in sharded}
         self._gathering: dict[FlatShard, Posted[Tensor]] = {}  # the new weights on their way
         # All shapes have one schedule.
-        known = self.manifest, self.connection, self.shapes[0].complete
-        self.sums = GradientSums(*known, self.shards)
+        self.sums = GradientSums(self.manifest, self.connection, self.shapes[0].complete, self.shards)
         parameters = self.watch.parameters
         self._placeholders = [
             GradientPlaceholders(shard, {name: parameters[name] for name in shard.names}) for shard in shards

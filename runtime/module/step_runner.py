@@ -129,9 +129,8 @@ class StepRunner:
         self._connection.position.phase("agreement")
         # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
         summed = sums.gradients() if gradients and scale is None else []
-        trains = not gradients or bool(sums.gradients())
-        changed = watch.trained != watch.agreed
-        flags = not trains, changed, shape.executor.captures.wants
+        lacks = gradients and not sums.gradients()
+        flags = lacks, watch.trained != watch.agreed, shape.executor.captures.wants
         nonfinite, lacking, watch.stale, wanted = compare_ranks(
             manifest, self._connection, batch, pair[0], summed, self._copies, flags
         )

@@ -127,8 +127,7 @@ def _shape_normal(first: Tensor, second: Tensor) -> Tensor:
     """Return standard normal numbers from two integers of 53 random bits (Box and Muller, 1958)."""
     radius = _logarithm((first + 1).double() * UNIT).mul_(-2).clamp_(min=0).sqrt_()
     turn = (second.double() * UNIT).sub_(0.5).abs_()  # a cosine of 2 pi turns, up to its sign
-    quarter = torch.minimum(turn, 0.5 - turn)
-    cosine = _evaluate(_COS, (quarter * math.tau).square_())
+    cosine = _evaluate(_COS, (torch.minimum(turn, 0.5 - turn) * math.tau).square_())
     return radius.mul_(torch.where(turn > 0.25, cosine, -cosine))
 
 
@@ -137,8 +136,7 @@ def _logarithm(x: Tensor) -> Tensor:
     low = mantissa < math.sqrt(0.5)
     mantissa = torch.where(low, mantissa * 2, mantissa)
     s = (mantissa - 1) / (mantissa + 1)
-    series = _evaluate(_LOG, s * s).mul_(s).mul_(2)
-    return series.add_((exponent - low.int()).double().mul_(math.log(2)))
+    return _evaluate(_LOG, s * s).mul_(s).mul_(2).add_((exponent - low.int()).double().mul_(math.log(2)))
 
 
 def _evaluate(coefficients: list[float], x: Tensor) -> Tensor:

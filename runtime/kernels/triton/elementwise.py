@@ -137,9 +137,8 @@ def _gated_product(
 ):  # fmt: skip
     row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
     column = start + tl.arange(0, COLUMNS)
-    gates = _read(gate + row * gate_stride + column, inside)
+    activated, _ = _activate(_read(gate + row * gate_stride + column, inside), KIND)
     ups = _read(up + row * up_stride + column, inside)
-    activated, _ = _activate(gates, KIND)
     tl.store(out + row * width + column, activated * ups, mask=inside)
 
 
@@ -151,9 +150,8 @@ def _gated_product_backward(
     row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
     column = start + tl.arange(0, COLUMNS)
     slopes = _read(gradient + row * gradient_stride + column, inside)
-    gates = _read(gate + row * gate_stride + column, inside)
+    activated, slope = _activate(_read(gate + row * gate_stride + column, inside), KIND)
     ups = _read(up + row * up_stride + column, inside)
-    activated, slope = _activate(gates, KIND)
     tl.store(of_gate + row * width + column, slopes * ups * slope, mask=inside)
     tl.store(of_up + row * width + column, slopes * activated, mask=inside)
 
@@ -202,5 +200,4 @@ def _scale_row(row, factor, count, TILE: tl.constexpr, WIDE: tl.constexpr):
             first = first.to(tl.int64)
         for start in range(first * TILE, count, tl.num_programs(0) * TILE):
             place = start + tl.arange(0, TILE)
-            value = tl.load(row + place, place < count)
-            tl.store(row + place, value * scale, place < count)
+            tl.store(row + place, tl.load(row + place, place < count) * scale, place < count)

@@ -32,10 +32,9 @@ def dropout_arguments(key: Sequence[int], moment: Tensor | None, p: float, x: Te
     operator, *place = key
     _, batch, inner, run, whole, start = place
     differing = (1 << 62 | number << 1 | 1 for number in (count_dropped(p), operator))
-    unbroken = batch == 1 or inner % BLOCK == 0
     return {
         "dropout": (keep_factor(p), moment, *differing, *place),
-        "ALIGNED": unbroken
+        "ALIGNED": (batch == 1 or inner % BLOCK == 0)
         and (x.shape[-1] if x.dim() else 1) % BLOCK == 0
         and (run == whole or (run | whole | start) % BLOCK == 0),
     }
