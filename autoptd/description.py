@@ -61,7 +61,8 @@ def _interfaces(program: Program) -> Iterator[StageInterface]:
     rows = zip(program.stages, received, (*received[1:], ()), strict=True)
     for index, (stage, takes, gives) in enumerate(rows):
         inputs = tuple(str(n.target) for n in stage.graph.nodes if info(n).role == "input")
-        yield StageInterface(index, takes, gives, inputs, tuple(stage.parameters))
+        outputs = info(stage.graph.output_node()).outputs
+        yield StageInterface(index, takes, gives, inputs, tuple(stage.parameters), outputs)
 
 
 def write_title(name: str, parameters: Mapping[str, Parameter]) -> str:

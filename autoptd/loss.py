@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import argument, aten_name, info, shape_of, walk
 from autoptd.passes.ir.products import find_factors
-from autoptd.passes.ir.program import Program, find_trained
+from autoptd.passes.ir.program import Program, find_trained, split_results
 from autoptd.passes.normal_form.constant_masks import MaskJudge
 from autoptd.passes.operators.table import Trait, has_trait, strip
 from autoptd.passes.tensor_parallel.symbols import symbol
@@ -141,9 +141,8 @@ def _find_places(program: Program, *, means: bool = False) -> Places:
 
 
 def find_loss(program: Program) -> fx.Node:
-    """Return the value that the model returns."""
-    loss = next(n for n in program.stages[-1].graph.nodes if n.op == "output").args[0]
-    assert isinstance(loss, fx.Node)
+    """Return the loss that the model returns."""
+    ((loss,), _) = split_results(program.stages[-1].graph)
     return loss
 
 

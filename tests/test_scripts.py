@@ -30,7 +30,7 @@ SCRIPTS = ROOT / "samples" / "scripts"
 STEPS = 3
 LINES = 10
 ETC = Path("/etc/netns")
-NAMES = ["nanogpt", "accelerate", "trainer"]
+NAMES = ["nanogpt", "accelerate", "trainer", "dpo"]
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -25,7 +25,8 @@ from autoptd.capture.custom_autograd import Functions
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import Examples, read_examples
 from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
-from autoptd.capture.objective import DataDependentError, LossError, Objective
+from autoptd.capture.objective import DataDependentError, Objective
+from autoptd.capture.results import LossError, Outputs
 from autoptd.capture.side_effects import (
     NUMBERS,
     SideEffectError,
@@ -37,6 +38,7 @@ from autoptd.capture.source_lines import short_line, user_line
 from autoptd.passes.ir.nodes import NodeInfo, aten_name, describe, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.user_warnings import warn_caller
@@ -56,11 +58,13 @@ def capture(
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     microbatch_size: int | None = None,
+    outputs: Outputs = (),
 ) -> Program:
     """Trace `model` and its loss into a Program of one stage, for one microbatch; `model` is left unchanged.
 
     The graph is that of torch.export in training mode: aten's training operators, and parameters as ``get_attr`` nodes
-    under their first ``state_dict`` name. `normalize` writes autocast out. Raises TypeError for anything but a plain
+    under their first ``state_dict`` name; its results are the loss and the `outputs`, which the `NodeInfo` of the
+    output node names. `normalize` writes autocast out. Raises TypeError for anything but a plain
     module, and ValueError for what cannot be traced, with the user's file and line.
     """
     check_model(model)
@@ -75,7 +79,7 @@ def capture(
     with mode:
         values = tuple(torch.empty(i.shape, dtype=i.dtype) for i in examples.inputs)
     loss_twin = make_skeleton(loss_fn, mode) if isinstance(loss_fn, nn.Module) else loss_fn
-    objective = Objective(skeleton, examples, loss_twin, buffers)
+    objective = Objective(skeleton, examples, loss_twin, buffers, outputs)
     functions = Functions()
     autocast = read_autocast(model)
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.
@@ -84,6 +88,7 @@ def capture(
     with dtypes, said_causal, assuming() as assumed:
         with keeping_attributes(objective):
             exported = _export(objective, values, functions)
+            paths = tuple(objective.result.outputs)  # of this call of the model
         differences = tuple(_compare_modes(objective, mode, values))
     unchecked = "is an assertion on data, and not in the program: a step checks row numbers and labels"
     notes = (*functions.check(), *differences, *(f"{line} {unchecked}" for line in assumed))
@@ -91,9 +96,10 @@ def capture(
     if objective.result.varying:
         warn_caller(
             f"forward leaves {', '.join(objective.result.varying)}, different for each batch: a step sets none of "
-            "them, neither for you nor for the next call. Return beside the loss what you want to see"
+            "them, neither for you nor for the next call. Return beside the loss what you want to see, and name it in "
+            "outputs="
         )
-    graph = _build_graph(exported, tensors, examples)
+    graph = _build_graph(exported, tensors, examples, paths)
     stage = Stage(graph, tensors.parameters, fx.Graph())
     log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
@@ -272,7 +278,9 @@ def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Ten
         yield from loss_fn.named_buffers("loss_fn", remove_duplicate=False)
 
 
-def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Examples) -> fx.Graph:
+def _build_graph(
+    exported: ExportedProgram, tensors: _Tensors, examples: Examples, paths: Sequence[tuple[str, ...]]
+) -> fx.Graph:
     """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
     inputs = [s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
     names = dict(zip(inputs, (i.name for i in examples.inputs), strict=True))
@@ -296,8 +304,11 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Example
 
     for node in exported.graph.nodes:
         if node.op == "output":
-            result = value_of(node.args[0][0])
-            describe(graph.output(result), result.meta["val"], NodeInfo())
+            loss, *others = map(value_of, node.args[0])
+            values_asked = [(path, other.meta["val"]) for path, other in zip(paths, others, strict=True)]
+            outputs = tuple(Result(path, tuple(val.shape), val.dtype) for path, val in values_asked)
+            result = graph.output((loss, *others) if others else loss)
+            describe(result, loss.meta["val"], NodeInfo(outputs=outputs))
         elif node.op != "placeholder":
             values[node] = graph.node_copy(node, value_of)
             region = _region(exported.graph_module, node) if node.op == "get_attr" else None

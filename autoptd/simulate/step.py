@@ -16,7 +16,15 @@ from autoptd.runtime.comm.trace import Phase, TimelineEntry, write_trace
 from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
-from autoptd.simulate.memory import Owned, States, add_up_slots, count_owned, freeze_idle, trace_memory
+from autoptd.simulate.memory import (
+    Owned,
+    States,
+    add_up_slots,
+    count_outputs,
+    count_owned,
+    freeze_idle,
+    trace_memory,
+)
 from autoptd.simulate.stage_times import StageTimes, time_stages
 from autoptd.simulate.svg import write_svg
 
@@ -147,6 +155,9 @@ def simulate_times(
     breakdown["bubble"] = step - sum(breakdown.values())
     slots = add_up_slots(schedule, [time.slot for time in times])
     static = [states.held(own) | {"slots": size} for own, size in zip(owned, slots, strict=True)]
+    for rank, held in enumerate(static):
+        if made := count_outputs(manifest, rank):
+            held["outputs"] = made
     copied = cluster.device.multiprocessors == 1  # processes on CPUs have gloo
     courses = _trace_courses(schedule, timeline, times, owned, phases, states, copied)
     peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]

@@ -110,7 +110,9 @@ def _trace_stage(program: ProgramText, index: int, manifest: Manifest, propagati
         traced.append(recorder.placeholder(name, value.name, role, _meta(value.shape, value.dtype)))
         if isinstance(value, Boundary):
             change_info(traced[-1].node, requires_grad=value.requires_grad)
-    return recorder.record(function, rank, recorder.parameters, *traced)
+    graph = recorder.record(function, rank, recorder.parameters, *traced)
+    change_info(graph.output_node(), outputs=interface.outputs)
+    return graph
 
 
 def _trace_constants(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,9 @@ ROUNDING = 1e-12
 class StepResult:
     """A step of one rank or of the plain model: loss, gradients, the number of promoted casts, notes on the loss.
 
-    `norm` is that by which the whole gradient would be clipped. `tables` are tensors that forward put in the place of
-    others, by the address of these.
+    `norm` is that by which the whole gradient would be clipped. `outputs` has, by path, what else it returns: of a rank
+    for its replica, of the plain model for each. `tables` are tensors that forward put in the place of others, by the
+    address of these.
     """
 
     loss: float
@@ -30,6 +32,7 @@ class StepResult:
     promoted: int
     notes: tuple[str, ...] = ()
     norm: float = 0.0
+    outputs: Sequence[Mapping[tuple[str, ...], Tensor]] = ()
     tables: Mapping[int, Tensor] = field(default_factory=dict)
 
 
@@ -97,6 +100,20 @@ def compare_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
         # A key's bias, for example, shifts all scores alike: its gradient is zero except for rounding.
         scale = max(own, FLOOR * top) if own > noise * top else unit * top
         errors[name] = (difference / scale if scale else math.inf) if difference else 0.0
+    return errors
+
+
+def compare_outputs(found: Sequence[Mapping[Any, Tensor]], expected: Sequence[Any]) -> dict[str, float]:
+    """Return the largest relative error of each output; one of another shape is infinitely wrong."""
+    errors: dict[str, float] = {}
+    for own, plain in zip(found, expected, strict=True):
+        for path, value in own.items():
+            difference, known = math.inf, plain[path].double()
+            if value.shape == known.shape:
+                difference = _largest(value.double() - known)
+            error = difference / (_largest(known) or 1.0)
+            name = f"output {'.'.join(path)}"
+            errors[name] = max(error, errors.get(name, 0.0), key=lambda e: (e != e, e))
     return errors
 
 

@@ -39,7 +39,8 @@ def run_plain(
     In float64 unless it is not to be `precise`: then as it trains, under the autocast that it was compiled in.
     """
     examples = replace(read_examples(model, make_example(manifest), loss_fn, None), inputs=manifest.inputs)
-    objective = Objective(model, examples, loss_fn)
+    paths = (result.path for stage in manifest.stages for result in stage.outputs)
+    objective = Objective(model, examples, loss_fn, wanted=tuple(dict.fromkeys(p[0] for p in paths)))
     leaves = {}
     for name, parameter in manifest.parameters.items():
         if parameter.kind != "constant" and name in tensors:
@@ -51,6 +52,7 @@ def run_plain(
     valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
     losses: dict[int, float] = {}
     sums: dict[str, Tensor] = {}
+    outputs: dict[tuple[str, ...], list[Tensor]] = {}
     with (
         keeping_attributes(objective),
         _reparametrize_module(objective, swapped),
@@ -63,9 +65,11 @@ def run_plain(
         for part in objective.children():
             set_training(part)
         for index in range(count):
+            loss = objective.find_loss(*take_parts(manifest, batch, count, index).values())
+            for path, output in objective.result.outputs.items():
+                outputs.setdefault(path, []).append(output.detach().clone())
             if valid.any() and not valid[index]:
                 continue  # a microbatch without labels does not count
-            loss = objective(*take_parts(manifest, batch, count, index).values())
             losses[index] = float(loss.detach())
             (loss / float(valid.sum() / valid[index])).backward()
             for name, leaf in leaves.items():
@@ -80,9 +84,22 @@ def run_plain(
         promoted, pair = promotion.count if promotion else 0, list(losses)[:2]
         apart = _average({index: losses[index] for index in pair}, valid)
         both = take_parts(manifest, batch, count, *pair).values()
-        notes = tuple(_compare_losses(apart, lambda: objective(*both))) if precise and count > 1 else ()
+        notes = (
+            tuple(_compare_losses(apart, lambda: objective.find_loss(*both))) if precise and count > 1 else ()
+        )
     norm = torch.nn.utils.get_total_norm(sums.values())
-    return StepResult(_average(losses, valid), sums, promoted, notes, float(norm), tables)
+    joined = [dict(_join_outputs(manifest, outputs, replica)) for replica in range(manifest.mesh.data)]
+    return StepResult(_average(losses, valid), sums, promoted, notes, float(norm), joined, tables)
+
+
+def _join_outputs(
+    manifest: Manifest, outputs: Mapping[tuple[str, ...], list[Tensor]], replica: int
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the outputs of all microbatches of a replica, joined as a call does."""
+    m = manifest.num_microbatches
+    for result in (result for stage in manifest.stages for result in stage.outputs):
+        parts, dim = outputs[result.path][replica * m : (replica + 1) * m], result.batch_dim
+        yield result.path, torch.stack(parts) if dim is None else torch.cat(parts, dim)
 
 
 def _list_tensors(objective: nn.Module) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from autoptd.capture.results import find_outputs
 from autoptd.capture.source_lines import short_line, user_line
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import kernels
@@ -31,7 +32,7 @@ from autoptd.runtime.weights.slices import check_proved
 from autoptd.text.reader import read_texts, text_filename, trace_program
 from autoptd.verification.fault_line import Values, find_first_right, find_first_wrong
 from autoptd.verification.float64 import Promotion, promote
-from autoptd.verification.gradients import StepResult, compare_gradients, join_gradients
+from autoptd.verification.gradients import StepResult, compare_gradients, compare_outputs, join_gradients
 from autoptd.verification.random_inputs import draw_batch, draw_weights
 from autoptd.verification.reference import run_plain, take_parts
 from autoptd.verification.report import LOSS, NORM, Report
@@ -94,21 +95,18 @@ def verify_program(
     way = "the plain model accepts it: correct the lookup in the text"
     found = _explain("the program", way, values, lambda: _run_ranks(texts, wide, tensors, values, precise))
     own, disagreements = join_gradients(wide, found)
-    errors = compare_gradients(own, plain.gradients)
+    expected = [plain.outputs[manifest.mesh.coordinates(rank).data] for rank in range(len(found))]
     bounds: dict[str, float] = {}
     if not precise:
         other = run_plain(*given, _round_again(tensors, seed), values, precise)
-        bounds = compare_gradients(other.gradients, plain.gradients) | {
-            LOSS: abs(other.loss / plain.loss - 1)
-        }
-        bounds[NORM] = abs(other.norm / plain.norm - 1)
         floor = max(torch.finfo(x.dtype).eps for x in tensors.values() if x.is_floating_point())
-        bounds = {name: ROUNDINGS * max(bound, floor) for name, bound in bounds.items()}
+        bounds = {name: ROUNDINGS * max(bound, floor) for name, bound in _compare(other, plain).items()}
     report = Report(
         loss=found[0].loss,
         reference_loss=plain.loss,
-        gradient_errors=errors,
+        gradient_errors=compare_gradients(own, plain.gradients),
         norm_error=abs(found[0].norm - plain.norm) / max(plain.norm, 1e-300),
+        output_errors=compare_outputs([own.outputs[0] for own in found], expected),
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
@@ -127,6 +125,13 @@ def verify_program(
     _run_ranks(texts, wide, tensors, values, precise, lines)
     first = [lines[rank].lines for rank in sorted(lines) if manifest.mesh.coordinates(rank).data == 0]
     return replace(report, fault=find_first_wrong(program, reference.found, first))
+
+
+def _compare(other: StepResult, plain: StepResult) -> dict[str, float]:
+    """Return the relative errors of another step of the plain model."""
+    errors = {LOSS: abs(other.loss / plain.loss - 1), NORM: abs(other.norm / plain.norm - 1)}
+    errors |= compare_gradients(other.gradients, plain.gradients)
+    return errors | compare_outputs(other.outputs, plain.outputs)
 
 
 def _round_again(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -176,7 +181,10 @@ def widen(manifest: Manifest) -> Manifest:
         scales_loss=False,
         inputs=wide(manifest.inputs),
         parameters=dict(zip(manifest.parameters, wide(manifest.parameters.values()), strict=True)),
-        stages=tuple(replace(s, receives=wide(s.receives), sends=wide(s.sends)) for s in manifest.stages),
+        stages=tuple(
+            replace(s, receives=wide(s.receives), sends=wide(s.sends), outputs=wide(s.outputs))
+            for s in manifest.stages
+        ),
     )
 
 
@@ -208,11 +216,15 @@ def _run_ranks(
             parallel = Parallel(connection, functions)
             parallel.eval()
             replica = take_parts(manifest, batch, manifest.mesh.data, at.data)
-            loss = find_loss(manifest.output, parallel(**replica))
+            result = parallel(**replica)
+            loss = find_loss(manifest.output, result)
             loss.backward()
             norm = float(parallel.clip_grad_norm_(math.inf))
         gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
-        return StepResult(float(loss.detach()), gradients, promotion.count if promotion else 0, norm=norm)
+        whole = result[1] if manifest.output.separate_loss else result
+        outputs = {path: x.full().detach() for path, x in find_outputs(whole, manifest.output, True).items()}  # type: ignore[attr-defined]
+        promoted = promotion.count if promotion else 0
+        return StepResult(float(loss.detach()), gradients, promoted, (), norm, [outputs])
 
     torch.set_num_threads(max(1, cores // manifest.mesh.size))
     try:

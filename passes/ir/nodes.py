@@ -15,6 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import REPLICATED, Placement
 
@@ -36,6 +37,7 @@ class NodeInfo:
     - `region`: the graph of a higher-order operator, in a captured graph only.
     - `name`: the name that `rename_nodes` gives the node; empty where it has that already.
     - `items`: the positions in the order before fusion that the call stands for, and `value` that of its result.
+    - `outputs` of the output node: what its last results are, those that a call returns besides the loss.
     """
 
     path: str = ""
@@ -49,6 +51,7 @@ class NodeInfo:
     name: str = ""
     items: tuple[int, ...] = ()
     value: int | None = None
+    outputs: tuple[Result, ...] = ()
 
     @property
     def place(self) -> NodeInfo:

@@ -101,6 +101,14 @@ def constants_graph(made: Mapping[str, Any]) -> fx.Graph:
     return graph
 
 
+def split_results(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the results of a stage: what it sends on, or the loss, and what a call returns besides that."""
+    output = graph.output_node()
+    results = nodes_in(output.args[0])
+    count = len(results) - len(info(output).outputs)
+    return results[:count], results[count:]
+
+
 def recomputed_groups(graph: fx.Graph) -> list[list[fx.Node]]:
     """Return the groups that the backward computes again: neighbouring calls with one label."""
     calls = [node for node in graph.nodes if node.op == "call_function"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from autoptd.passes.ir.nodes import (
     change_info,
     describe,
     info,
+    nodes_in,
     shape_of,
     where,
 )
@@ -25,6 +26,7 @@ from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.runtime import collectives
+from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Placement, Segment, Shard
 
 aten = torch.ops.aten
@@ -58,7 +60,9 @@ class Localizer:
         """Return the new graph, with every call as `localize` writes it."""
         for node in self.old.nodes:
             if node.op == "output":
-                self.graph.output(self.whole(node.args[0])).meta = dict(node.meta)
+                output = self.graph.output(fx.map_arg(node.args[0], self.whole))
+                output.meta = dict(node.meta)
+                change_info(output, outputs=tuple(self._place_outputs(node)))
                 continue
             if node.op == "get_attr":
                 self._place_parameter(node)
@@ -168,13 +172,29 @@ class Localizer:
 
     def _place_parameter(self, node: fx.Node) -> None:
         name = str(node.target)
-        axes = self.axis_map.of(node)
-        dims = [d for d, a in enumerate(axes) if self.is_divided((a,))]
-        if dims:
-            segments, extent = tuple(self._segments(axes[dims[0]])), ax.find(axes[dims[0]]).size
-            padded = extent < sum(segment.rows for segment in segments)
-            placement = Placement(tensor=Shard(dims[0], segments, extent if padded else None))
-            self.parameters[name] = replace(self.parameters[name], placement=placement)
+        placement = self._place(self.axis_map.of(node))
+        self.parameters[name] = replace(self.parameters[name], placement=placement)
+
+    def _place_outputs(self, output: fx.Node) -> Iterator[Result]:
+        """Yield what a call returns besides the loss, with placement and batch dimension: that of the samples' rows."""
+        nodes, inputs = {str(n.target): n for n in self.axis_map.inputs}, self.program.inputs
+        split = [(nodes[i.name], i.batch_dim) for i in inputs if i.batch_dim is not None and i.name in nodes]
+        samples = {axis for n, dim in split for axis in ax.factors(self.axis_map.of(n)[dim])[:1]}
+        _, *values = nodes_in(output.args[0])
+        for result, value in zip(info(output).outputs, values, strict=True):
+            axes = self.axis_map.of(value)
+            outer = (d for d, axis in enumerate(axes) if not samples.isdisjoint(ax.factors(axis)[:1]))
+            dtype = self.values[value].meta["val"].dtype  # autocast may have changed it
+            yield replace(result, dtype=dtype, placement=self._place(axes), batch_dim=next(outer, None))
+
+    def _place(self, axes: Axes) -> Placement:
+        """Return the placement of a tensor with these axes."""
+        dim = next((d for d, a in enumerate(axes) if self.is_divided((a,))), None)
+        if dim is None:
+            return REPLICATED
+        segments, extent = tuple(self._segments(axes[dim])), ax.find(axes[dim]).size
+        padded = extent < sum(segment.rows for segment in segments)
+        return Placement(tensor=Shard(dim, segments, extent if padded else None))
 
     def _segments(self, axis: Axis) -> list[Segment]:
         """The axis as consecutive [outer, size, inner] segments."""

@@ -87,7 +87,7 @@ def _make_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 _SAFE = Trait.PADDING_SAFE
 POINTWISE = OperatorRules(axes=broadcast, placed=proof.elementwise, order=elementwise_order)
-_SAME = replace(POINTWISE, of_partial=proof.keep_partial, traits=Trait.TAKES)
+_SAME = replace(POINTWISE, of_partial=proof.keep_partial, traits=Trait.TAKES | _SAFE)
 _NEG = replace(_SAME, keeps="nothing", traits=Trait.SCALES)
 _CAST = replace(_NEG, traits=_SAFE | Trait.CASTS)
 _LAY_OUT = replace(_NEG, traits=_SAFE | Trait.LAYS_OUT)

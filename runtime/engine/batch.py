@@ -252,35 +252,47 @@ def unequal_counts(manifest: Manifest, batch: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def output_builder(output: Output) -> Callable[[Tensor], Any]:
-    """Return a function from the loss to the model's output: the loss in its place, every other field None."""
-    if output.kind == "tensor":
-        return lambda loss: loss
-    if output.kind == "tuple":
-        place = int(output.loss)
-        return lambda loss: tuple(loss if i == place else None for i in range(len(output.fields)))
-    if output.kind not in ("dict", "dataclass"):
+Outputs = Mapping[tuple[str, ...], Tensor]  # by their paths
+
+
+def output_builder(output: Output) -> Callable[[Tensor, Outputs], Any]:
+    """Return a function from the loss and the outputs to the model's output: every other field is None."""
+    if output.kind not in ("tensor", "tuple", "dict", "dataclass"):
         raise ValueError(f"output kind {output.kind!r} is unknown: expected tensor, tuple, dict or dataclass")
     cls = _find_class(output.type) if output.type else dict
 
-    def build(loss: Tensor) -> Any:
-        fields = dict.fromkeys(output.fields) | {output.loss: loss}
-        return cls(fields) if output.kind == "dict" else cls(**fields)
+    def build(loss: Tensor, outputs: Outputs) -> Any:
+        fields = {name: _find_field(outputs, (name,)) for name in output.fields}
+        if output.loss:
+            fields[output.loss] = loss
+        result: Any = tuple(fields.values())
+        if output.kind == "tensor":
+            result = outputs.get(("output",), loss)
+        elif output.kind != "tuple":
+            result = cls(fields) if output.kind == "dict" else cls(**fields)
+        return (loss, result) if output.separate_loss else result
 
     return build
 
 
+def _find_field(outputs: Outputs, path: tuple[str, ...]) -> Any:
+    """Return the output at a path, or a tuple of those below it; None where there are none."""
+    if path in outputs:
+        return outputs[path]
+    below = dict.fromkeys(other[: len(path) + 1] for other in outputs if other[: len(path)] == path)
+    return tuple(_find_field(outputs, one) for one in below) or None
+
+
 def find_loss(output: Output, result: Any) -> Tensor:
     """Return the loss of an output that `output_builder` built."""
-    if output.kind == "tensor":
-        loss: Tensor = result
+    loss: Any = result
+    if output.separate_loss:
+        loss, _ = result
     elif output.kind == "tuple":
         loss = result[int(output.loss)]
-    elif output.kind == "dict":
-        loss = result[output.loss]
-    else:
-        loss = getattr(result, output.loss)
-    return loss
+    elif output.kind != "tensor":
+        loss = result[output.loss] if output.kind == "dict" else getattr(result, output.loss)
+    return loss  # type: ignore[no-any-return]
 
 
 def _find_class(path: str) -> type:

@@ -64,13 +64,15 @@ class StageRun:
         self.gradient_arrival: RecvBuffer | LocalBoundary | None = None
         self.gradient_departure: SendBuffer | LocalBoundary | None = None
         self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, list[Tensor]] = {}  # of each microbatch, that a call returns besides the loss
         self._measured = measured
-        self._index, self._randomness = interface.index, rank.randomness
+        self.interface, self._index, self._randomness = interface, interface.index, rank.randomness
         leaves = tuple(i for i, b in enumerate(interface.receives) if b.requires_grad)
         roots = (
             tuple(i for i, b in enumerate(interface.sends) if b.requires_grad) if interface.sends else (0,)
         )
-        call = StageCall(partial(function, rank), leaves, roots, len(interface.sends) or 1)
+        self._sent = len(interface.sends) or 1
+        call = StageCall(partial(function, rank), leaves, roots, self._sent + len(interface.outputs))
         self._places, self._last = slots, last
         count = max(slots.values(), default=0) + 1
         self.graphed = [GraphSlot(call, rank.device) for _ in range(count)] if graphs else []
@@ -100,6 +102,7 @@ class StageRun:
         self._moments[:, 0].fill_(as_signed(self._randomness.seed))
         self._moments[:, 1].fill_(self._randomness.call)
         self.losses.clear()
+        self.outputs.clear()
         self._clear()
 
     def _clear(self) -> None:
@@ -111,7 +114,7 @@ class StageRun:
 
     def finish(self) -> None:
         """End a step that is whole; let go of its batch."""
-        self._weights, self._inputs, self._seeds, self.losses = {}, (), None, {}
+        self._weights, self._inputs, self._seeds, self.losses, self.outputs = {}, (), None, {}, {}
         self._clear()
 
     def forward(self, microbatch: int) -> None:
@@ -122,7 +125,8 @@ class StageRun:
         slot = self._slots[self._places[microbatch] if trains else 0]
         self._randomness.moment = slot.moment
         values = (*received, *self._inputs[microbatch])
-        outputs = slot.forward(self._weights, values, self._moments[microbatch], trains)
+        results = slot.forward(self._weights, values, self._moments[microbatch], trains)
+        outputs, self.outputs[microbatch] = results[: self._sent], results[self._sent :]
         if self.departure is None:
             (self.losses[microbatch],) = outputs
         else:
@@ -150,7 +154,8 @@ class Executor:
     """The schedule of this rank, bound to its stages and channels once, run once a step.
 
     `sent` counts the elements sent, under "stage 0 -> 1" for activations and "stage 1 -> 0" for gradients;
-    `measured` is when the last step's actions ran.
+    `measured` is when the last step's actions ran. `outputs` are what it made for a call to return besides the loss: by
+    path, those of all microbatches stacked.
     """
 
     def __init__(
@@ -162,6 +167,7 @@ class Executor:
         graphs: bool = False,
     ) -> None:
         self.sent: Counter[str] = Counter()
+        self.outputs: dict[tuple[str, ...], Tensor] = {}
         self.measured = Measured(Stopwatch(connection.rank.device))
         self._connection = connection
         self._manifest = manifest
@@ -289,6 +295,9 @@ class Executor:
         losses = last.losses if last is not None else {}
         ordered = [losses[microbatch] for microbatch in sorted(losses)]
         for stage in self.stages.values():
+            made = zip(*(own for _, own in sorted(stage.outputs.items())), strict=True)
+            paths = (result.path for result in stage.interface.outputs)
+            self.outputs.update(zip(paths, map(torch.stack, made), strict=True))
             stage.finish()
         self._connection.rank.randomness.moment = None
         return ordered

@@ -52,7 +52,7 @@ class StageCall:
         result = self.function(weights, *given)
         outputs = result if isinstance(result, tuple) else (result,)
         if len(outputs) != self.num_outputs:
-            raise ValueError(f"the stage gave {len(outputs)} values, the next takes {self.num_outputs}")
+            raise ValueError(f"the stage gave {len(outputs)} values; expected {self.num_outputs}")
         roots = [outputs[index] for index in self.roots] if trains else []
         # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
         edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from autoptd.runtime.engine.batch import bind_batch, output_builder, split_batch
 from autoptd.runtime.engine.bound_shape import BoundShape
 from autoptd.runtime.engine.label_weights import ITEMS, find_divisors, read_items, weigh_items
 from autoptd.runtime.engine.last_step import LastStep, read_last_step
+from autoptd.runtime.engine.lazy_output import LazyOutput, RankPart
 from autoptd.runtime.engine.step import Step
 from autoptd.runtime.guards.nonfinite import explain_nonfinite
 from autoptd.runtime.guards.parameter_watch import describe_unheeded
@@ -58,7 +59,7 @@ class StepRunner:
         self.gradients_everywhere = True
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the step on the batch in `args` and `kwargs`; return the model's output with only the loss filled in.
+        """Run the step on the batch in `args` and `kwargs`; return the model's output: the loss and what was asked for.
 
         `module` is the parallel model. RuntimeError where an earlier call broke off between its messages.
         """
@@ -95,7 +96,16 @@ class StepRunner:
             warn_caller(warning)
         if items is not None:
             loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
-        return self._build_output(loss)
+        return self._build_output(loss, dict(self._take_outputs()))
+
+    def _take_outputs(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Yield the outputs of the last call by their paths; nothing of them has been sent."""
+        made, manifest = self.shape.executor.outputs, self.shape.manifest
+        for stage in manifest.stages:
+            for result in stage.outputs:
+                source, local = stage.index % manifest.mesh.pipeline, made.pop(result.path, None)
+                part = RankPart(result, manifest.num_microbatches, source, self._connection, local)
+                yield result.path, LazyOutput.of(part)
 
     def _train(self, number: int, batch: Batch) -> tuple[Tensor, list[Row]]:
         with self._connection.position.call(training=True):
