@@ -42,7 +42,7 @@ IMPORTS = {
         "collectives": "comm kernels",
         "comm": "health program randomness",
         "engine": "comm kernels optimizer program randomness user_warnings weights",
-        "guards": "comm engine health optimizer program user_warnings weights",
+        "guards": "comm engine health optimizer program weights",
         "health": "program",
         "kernels": "comm randomness",
         "launch": "comm health program",

@@ -23,7 +23,7 @@ from autoptd.runtime.checkpoint.record import (
     read_rank_record,
     read_record,
 )
-from autoptd.runtime.checkpoint.regions import Piece, Region, list_pieces
+from autoptd.runtime.checkpoint.regions import Piece, Region, list_pieces, list_whole
 from autoptd.runtime.checkpoint.saving import Training
 from autoptd.runtime.checkpoint.schedulers import choose_schedulers
 from autoptd.runtime.checkpoint.tensor_file import open_tensors, read_region
@@ -90,7 +90,7 @@ def read_step(training: Training, step: StepFolder) -> Loaded:
     _check_model(training, record, place)
     optimizer = training.optimizer
     groups = [] if optimizer is None else _match_groups(training, optimizer, record, place)
-    trained = {name for group in groups for name in group.params}
+    trained = {name for group in groups for name in group.params if training.whole.get(name, True)}
     wanted = {
         (name, state): dtype
         for name in training.slices
@@ -218,14 +218,15 @@ def _assemble(
 ) -> dict[Key, Tensor]:
     """Return this rank's parts of the `wanted` tensors: zeros for padding, every other element from a piece."""
     names, flats = {name for name, _ in wanted}, training.flats
-    pieces = {name: list_pieces(training.manifest, training.rank, name, flats.get(name)) for name in names}
-    fresh = {
-        (name, state): torch.zeros(
-            training.slices[name].shape if (flat := flats.get(name)) is None else (flat.end - flat.first,),
-            dtype=dtype,
-        )
-        for (name, state), dtype in wanted.items()
-    }
+    pieces: dict[Key, list[Piece]] = {}
+    fresh: dict[Key, Tensor] = {}
+    for (name, state), dtype in wanted.items():
+        whole, flat = record.tensors[name].shape_of(state), flats.get(name)
+        shape: Sequence[int] = training.slices[name].shape if flat is None else (flat.end - flat.first,)
+        pieces[name, state] = list_pieces(training.manifest, training.rank, name, flat)
+        if state and (name in training.whole or whole != record.tensors[name].shape):
+            shape, pieces[name, state] = whole, list_whole(name, whole)
+        fresh[name, state] = torch.zeros(shape, dtype=dtype)
     covered: dict[Key, list[Region]] = {key: [] for key in wanted}
     for rank in sorted({rank for name in names for rank in record.tensors[name].ranks}):
         for number, file in enumerate(read_rank_record(folder, rank, record.ranks[rank]).files):
@@ -234,7 +235,7 @@ def _assemble(
                 if (key := (stored.name, stored.state)) not in wanted:
                     continue
                 _check_piece(stored, record.tensors[stored.name], rank_file(folder, rank))
-                for piece in pieces[stored.name]:
+                for piece in pieces[key]:
                     if (region := piece.region.intersect(stored.region)) is not None:
                         covered[key].append(region)
                         target = piece.crop(region).view(fresh[key], flats.get(stored.name))
@@ -245,7 +246,7 @@ def _assemble(
                         like = stored.dtype, stored.region.sizes
                         target.copy_(read_region(reader, stored.key, like, region))
     for key, regions in covered.items():
-        _check_cover(key, pieces[key[0]], regions, folder)
+        _check_cover(key, pieces[key], regions, folder)
     return fresh
 
 
@@ -253,11 +254,11 @@ def _check_piece(piece: StoredPiece, tensor: StoredTensor, path: Path) -> None:
     """Raise CheckpointError unless the piece lies inside its tensor and has its dtype."""
     dtype = tensor.dtypes.get(piece.state)
     ends = [part.stop for part in piece.region.slices]
-    inside = len(ends) == len(tensor.shape) and all(map(int.__le__, ends, tensor.shape))
+    shape = tensor.shape_of(piece.state)
+    inside = len(ends) == len(shape) and all(map(int.__le__, ends, shape))
     if not inside or piece.dtype != dtype:
         raise CheckpointError(
-            f"{path}: {piece.key} is {piece.dtype} and ends at {ends}, and its tensor is {dtype} of shape "
-            f"{list(tensor.shape)}"
+            f"{path}: {piece.key} is {piece.dtype} and ends at {ends}, and its tensor is {dtype} of shape {list(shape)}"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +31,14 @@ class _Stepped(NamedTuple):
 class NamedOptimizer:
     """An `optimizer` of tensors that have `names`, and of the `shards` that stand for several of them.
 
+    Of parameters in `whole` one rank steps all; the value says whether this one does.
     Its methods raise CheckpointError for a parameter that has no name.
     """
 
     optimizer: torch.optim.Optimizer
     names: Mapping[str, Tensor]
     shards: Sequence[FlatShard] = ()
+    whole: Mapping[str, bool] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -60,12 +62,16 @@ class NamedOptimizer:
         """Return the optimizer's states of each parameter.
 
         A state is a tensor shaped as this rank's slice of the parameter, or a single value; CheckpointError for others.
-        For parameters that shards divide it is a row of this replica's elements.
+        For parameters that shards divide it is a row of this replica's elements; of one that is stepped whole, any
+        tensor, on the rank that steps it.
         """
         states: States = {}
         for stepped in self._list_stepped(self._parameters()):
             own = self.optimizer.state.get(stepped.tensor, {})
-            self._check_shapes(stepped, own)
+            if (here := self.whole.get(stepped.names[0])) is False:
+                continue
+            if here is None:
+                self._check_shapes(stepped, own)
             states |= (
                 {stepped.names[0]: dict(own)} if stepped.shard is None else split_states(stepped.shard, own)
             )
@@ -136,6 +142,6 @@ class NamedOptimizer:
                 raise CheckpointError(
                     f"the optimizer's state {key!r} of {', '.join(stepped.names[:3])} has shape {list(value.shape)}, "
                     f"and the parameter {list(stepped.tensor.shape)}: checkpoints move between meshes, so they hold "
-                    "only states that are divided as their parameters are; leave optimizer= out, or keep "
-                    f"{self.kind}'s own state_dict"
+                    "only states that are divided as their parameters are, unless these are stepped whole: make the "
+                    f"optimizer by parallel.whole_optimizer({self.kind}, ...), or leave optimizer= out"
                 )

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf, prod
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,12 +28,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A region of the tensor `name`, or of the `state` that an optimizer keeps of it."""
+    """A region of the tensor `name`, or of the `state` that an optimizer keeps of it, if so of another `shape`."""
 
     name: str
     state: str
     dtype: torch.dtype
     region: Region
+    shape: tuple[int, ...] | None = None
 
     @property
     def key(self) -> str:
@@ -96,18 +98,26 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the model: `states` has the dtypes of its optimizer states, `ranks` the ranks that wrote pieces."""
+    """A tensor of the model: `states` has the dtypes of its optimizer states, `ranks` the ranks that wrote pieces.
+
+    `shapes` has the shapes of those states that are not shaped as the tensor is.
+    """
 
     shape: tuple[int, ...]
     kind: Literal["parameter", "buffer"]
     dtype: torch.dtype | None
     states: Mapping[str, torch.dtype]
     ranks: tuple[int, ...]
+    shapes: Mapping[str, tuple[int, ...]] | None = None
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of the optimizer states, and under "" that of the tensor, if it has elements."""
         return {**({} if self.dtype is None else {"": self.dtype}), **self.states}
+
+    def shape_of(self, state: str) -> tuple[int, ...]:
+        """Return the shape of an optimizer state; of "" the tensor's."""
+        return (self.shapes or {}).get(state, self.shape)
 
 
 @dataclass(frozen=True)
@@ -161,7 +171,7 @@ def read_record(step: StepFolder) -> Record:
             "autoptd did not write it"
         )
     for name, tensor in record.tensors.items():
-        sizes = (*tensor.shape, *tensor.ranks)
+        sizes = *chain(tensor.shape, *(tensor.shapes or {}).values()), *tensor.ranks
         if min(sizes, default=0) < 0 or max(tensor.ranks, default=0) >= len(record.ranks):
             raise CheckpointError(f"{path}: {name} has shape {tensor.shape} on ranks {tensor.ranks}")
         for dtype in tensor.dtypes.values():
@@ -189,6 +199,7 @@ def join_records(manifest: Manifest, own: Record, ranks: Sequence[RankRecord]) -
     dtypes: dict[str, dict[str, torch.dtype]] = {}
     elements: Counter[tuple[str, str]] = Counter()
     writers: dict[str, set[int]] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for rank in ranks:
         for piece in (piece for file in rank.files for piece in file.pieces):
             known = dtypes.setdefault(piece.name, {}).setdefault(piece.state, piece.dtype)
@@ -196,6 +207,8 @@ def join_records(manifest: Manifest, own: Record, ranks: Sequence[RankRecord]) -
                 raise CheckpointError(
                     f"{piece.key} is {piece.dtype} on rank {rank.rank} and {known} elsewhere"
                 )
+            if piece.shape is not None:
+                shapes.setdefault(piece.name, {})[piece.state] = piece.shape
             elements[piece.name, piece.state] += piece.region.elements
             writers.setdefault(piece.name, set()).add(rank.rank)
     tensors = {}
@@ -205,11 +218,11 @@ def join_records(manifest: Manifest, own: Record, ranks: Sequence[RankRecord]) -
         states = dict(dtypes.get(name, {}))
         dtype = states.pop("", None)
         wrote = tuple(sorted(writers.get(name, ())))
-        tensors[name] = StoredTensor(parameter.shape, parameter.kind, dtype, states, wrote)
+        tensors[name] = StoredTensor(parameter.shape, parameter.kind, dtype, states, wrote, shapes.get(name))
         for state in ("", *states):
-            if elements[name, state] != prod(parameter.shape):
+            if elements[name, state] != (expected := prod(tensors[name].shape_of(state))):
                 raise CheckpointError(
-                    f"{name} has {prod(parameter.shape)} elements, and the ranks wrote {elements[name, state]} of its "
+                    f"{name} has {expected} elements, and the ranks wrote {elements[name, state]} of its "
                     f"{state or 'values'}: ranks that hold the same have different states"
                 )
     schedulers = tuple(rank.schedulers for rank in ranks if rank.schedulers is not None)

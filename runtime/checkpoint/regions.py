@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.placement import AxisPlacement
+from autoptd.runtime.program.placement import REPLICATE, AxisPlacement
 
 # Of one piece, unless a row has more: ranks that hold the same elements divide the pieces among themselves.
 PIECE_ELEMENTS = 1 << 20
@@ -111,6 +111,12 @@ def list_pieces(manifest: Manifest, rank: Rank, name: str, flat: FlatRange | Non
         for held in flat.regions()
         if (own := held.intersect(piece.local)) is not None
     ]
+
+
+def list_whole(name: str, shape: Sequence[int]) -> list[Piece]:
+    """Return the pieces of `name` that are all of a tensor of this `shape`."""
+    wholes = (Piece(name, *entry) for entry in list_regions(shape, REPLICATE, 1, 0))
+    return [piece for whole in wholes for piece in _cut_rows(whole)]
 
 
 def list_regions(

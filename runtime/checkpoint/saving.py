@@ -36,7 +36,7 @@ from autoptd.runtime.checkpoint.record import (
     read_rank_record,
     write_record,
 )
-from autoptd.runtime.checkpoint.regions import FlatRange, assign_pieces
+from autoptd.runtime.checkpoint.regions import FlatRange, assign_pieces, list_whole
 from autoptd.runtime.checkpoint.schedulers import Stateful
 from autoptd.runtime.checkpoint.tensor_file import check_dtype, write_tensors
 from autoptd.runtime.comm.agreement import share_text
@@ -74,6 +74,11 @@ class Training:
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters of each group of the optimizer, in its order; none without an optimizer."""
         return () if self.optimizer is None else tuple(group.params for group in self.optimizer.groups())
+
+    @property
+    def whole(self) -> Mapping[str, bool]:
+        """The parameters that the optimizer steps whole, and whether on this rank."""
+        return {} if self.optimizer is None else self.optimizer.whole
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -127,27 +132,33 @@ def _collect(training: Training, asynchronous: bool) -> tuple[RankRecord, list[T
         name: {"kind": type(item).__name__, "state": encode_value(item.state_dict(), f"scheduler {name}")}
         for name, item in training.schedulers.items()
     }
-    own = RankRecord(
-        rank.number, (), stored, StoredSchedulers(training.groups, schedulers) if schedulers else None
-    )
     weights = dict(training.slices)
     for shard in training.shards:
         weights |= shard.split_own(shard.own)  # the slices may be rounded copies of them
     # Files of their own for each state and for pieces that several ranks hold: a rank reads no others with them.
     groups: dict[tuple[str, bool, bool], TensorsOfFile] = {}
-    for piece in assign_pieces(training.manifest, rank, flats):
-        flat = flats.get(piece.name)
-        shaped = {state: x for state, x in states.get(piece.name, {}).items() if is_shaped(x)}
-        for state, source in {"": weights[piece.name], **shaped}.items():
-            check_dtype(source.dtype, f"{state or 'the tensor'} of {piece.name}")
-            view = piece.view(source.detach(), flat)
-            kept = view.to("cpu", copy=True) if asynchronous else view
-            group = groups.setdefault((state, piece.shared, flat is None), [])
-            group.append((StoredPiece(piece.name, state, view.dtype, piece.region), kept))
+    shaped = {name: {key: x for key, x in of.items() if is_shaped(x)} for name, of in states.items()}
+    whole = {name: shaped.pop(name) for name in shaped.keys() & training.whole}
+    held = [
+        (piece, state, x)
+        for piece in assign_pieces(training.manifest, rank, flats)
+        for state, x in {"": weights[piece.name], **shaped.get(piece.name, {})}.items()
+    ]
+    for name, of in sorted(whole.items()):
+        held += [(piece, state, x) for state, x in of.items() for piece in list_whole(name, x.shape)]
+    for piece, state, source in held:
+        check_dtype(source.dtype, f"{state or 'the tensor'} of {piece.name}")
+        flat, known = flats.get(piece.name), training.manifest.parameters[piece.name].shape
+        view = piece.view(source.detach(), flat)
+        kept = view.to("cpu", copy=True) if asynchronous else view
+        shape = tuple(source.shape) if state in whole.get(piece.name, ()) and source.shape != known else None
+        group = groups.setdefault((state, piece.shared, flat is None), [])
+        group.append((StoredPiece(piece.name, state, view.dtype, piece.region, shape), kept))
     files = [file for group in groups.values() for file in _fill_files(group)]
-    # On the other ranks of this stage they are the same.
+    # On the other ranks of this stage they are the same, but for what this one steps whole.
     speaks = rank.coordinates.tensor == rank.coordinates.data == 0
-    return own if speaks else replace(own, optimizer=None, schedulers=None), files
+    scheduled = StoredSchedulers(training.groups, schedulers) if schedulers and speaks else None
+    return RankRecord(rank.number, (), stored if speaks or whole else None, scheduled), files
 
 
 class Saving:

@@ -1,4 +1,4 @@
-"""Refuse optimizers of the model that was compiled, and those that would step slices otherwise than whole tensors.
+"""Refuse optimizers of the model that was compiled, and those that may step slices otherwise than whole tensors.
 
 An optimizer's ``state_dict`` gets marks of the slices that it belongs to: torch would load it by position alone.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -24,7 +23,6 @@ from autoptd.runtime.guards.weight_agreement import StepLog
 from autoptd.runtime.optimizer.zero1 import ELEMENTWISE, FlatShard, list_elementwise
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
-from autoptd.runtime.user_warnings import warn_caller
 
 MARK = "autoptd_slices"  # of a group in a state_dict: for each of its parameters, what that has of the model
 SHOWN = 3  # parameters
@@ -71,10 +69,18 @@ class StateMarks:
         self._place = f"tensor {at.tensor}, pipeline {at.pipeline}, data {at.data}"
         self._slices = {name: _describe(p, rank) for name, p in manifest.parameters.items()}
         self._held: dict[int, tuple[tuple[str, ...], list[str]]] = {}
+        self.marked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.whole_steps = 0  # that run now, one inside of the other
 
-    def hold(self, parameters: Mapping[str, Tensor], shards: Sequence[FlatShard]) -> None:
-        """Take `parameters` and `shards` as the tensors that optimizers step; they live until the next call."""
-        self._held = {id(p): ((name,), [self._slices[name]]) for name, p in parameters.items()}
+    def hold(
+        self, parameters: Mapping[str, Tensor], shards: Sequence[FlatShard], whole: Mapping[str, bool]
+    ) -> None:
+        """Take `parameters` and `shards` as the tensors that optimizers step; they live until the next call.
+
+        Of those in `whole` this rank steps all, or nothing.
+        """
+        slices = self._slices | {n: f"{'all' if here else 'nothing'} of {n}" for n, here in whole.items()}
+        self._held = {id(p): ((name,), [slices[name]]) for name, p in parameters.items()}
         for shard in shards:
             pieces = [
                 f"elements {elements.start}:{elements.stop} of {self._slices[name]}"
@@ -91,10 +97,11 @@ class StateMarks:
         return self._held.get(id(tensor), ((), None))[0]
 
     def mark(self, optimizer: Optimizer) -> None:
-        """Mark the ``state_dict`` of an `optimizer` from now on."""
+        """Mark the ``state_dict`` of an `optimizer`, which may step the parameters, from now on."""
         # A wrapper of an optimizer may lack torch's own hooks: the optimizer inside marks its states.
-        if hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        if optimizer not in self.marked and hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
             optimizer.register_state_dict_post_hook(self._write)
+        self.marked.add(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError where a state was loaded into `optimizer` whose marks are of other slices.
@@ -165,42 +172,36 @@ def watch_steps(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> None:
     """Note in `steps` from now on each optimizer's step of parameters of `parallel`, and its options."""
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Note a step that was made: one that broke off may be tried again."""
+        """Note a step that was made: one that broke off may be tried again; one inside of another is of that."""
         options = [key for key in optimizer.defaults if key not in IMPLEMENTATIONS]
         for group in optimizer.param_groups:
-            if names := [name for p in group["params"] for name in marks.names(p)]:
+            names = [name for p in group["params"] for name in marks.names(p)]
+            if names and not marks.whole_steps:
                 steps.add(names, {key: group[key] for key in options if key in group})
 
     AFTER.add(parallel, note)
 
 
 def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
-    """Judge each optimizer from now on at its first step of parameters of `parallel`, which are slices of the model's.
+    """Judge each optimizer from now on that steps parameters of `parallel`, which are slices of the model's.
 
-    An optimizer that is not known to step each element by itself is warned of once. The step raises ValueError where a
-    state was loaded whose `marks` are of other slices, and for LBFGS, whose directions are of all parameters together.
+    The step raises ValueError for one that is not known to step each element by itself, and is not made to step whole
+    parameters, and where a state was loaded whose `marks` are of other slices.
     """
-    judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Of every optimizer in the process: this neither looks through modules nor waits for weights on their way.
         if not any(marks.names(p) for group in optimizer.param_groups for p in group["params"]):
             return
         marks.check(optimizer)
-        if optimizer in judged:
-            return
-        if type(optimizer) not in ELEMENTWISE:
-            reason = (
-                f"{type(optimizer).__name__} is not known to step each element by itself, and on this mesh a rank has "
-                "only slices of tensors, or some of the layers: computations over a whole tensor, or over all "
-                "parameters together, would be over these alone, and train otherwise than on one device. Known "
-                f"to be right are {list_elementwise()}"
+        if not marks.whole_steps and optimizer not in marks.marked and type(optimizer) not in ELEMENTWISE:
+            kind = type(optimizer).__name__
+            raise ValueError(
+                f"{kind} is not known to step each element by itself, as {list_elementwise()} do, and on this mesh a "
+                "rank has slices of parameters: computations over a whole one would train otherwise than on one "
+                f"device. Let it have them whole: optimizer = parallel.whole_optimizer({kind}, parameters, ...)"
             )
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError(reason)
-            warn_caller(reason)
         marks.mark(optimizer)
-        judged.add(optimizer)
 
     BEFORE.add(parallel, check)
 

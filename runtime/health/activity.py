@@ -16,7 +16,7 @@ from autoptd.runtime.program.schedule import Action, Kind
 KINDS = tuple(str(kind.value) for kind in Kind)
 PHASES = (
     *("begin", "loss", "sum of gradients", "agreement", "norm of the gradient"),
-    *("search for the first operator", "comparison of shards"),
+    *("search for the first operator", "comparison of shards", "whole parameters"),
 )
 # Methods of a parallel model that every rank must call; a rank that calls one alone waits for the others.
 COLLECTIVE_CALLS = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,8 @@ from autoptd.runtime.guards.optimizer_watch import StateMarks
 from autoptd.runtime.guards.parameter_watch import ParameterWatch, refuse_hooks
 from autoptd.runtime.guards.step_agreement import compare_shards
 from autoptd.runtime.optimizer.gradient_sums import GradientSums
-from autoptd.runtime.optimizer.zero1 import FlatShard, fill_groups, lay_out_shards
+from autoptd.runtime.optimizer.whole_parameters import WholeParameters
+from autoptd.runtime.optimizer.zero1 import FlatShard, OptimizerT, fill_groups, lay_out_shards
 from autoptd.runtime.weights.slices import Slices, check_proved
 
 
@@ -29,8 +30,8 @@ class BoundWeights:
     `watch` knows the parameters as they were bound, `marks` their places in the model. `narrow` are the half-precision
     tensors that the stages compute with where parameters are kept in float32. `leaves` are what an optimizer may step:
     parameters by name, and this replica's parts of shards by position. Frozen ones too: a parameter that was frozen
-    after its backward has a gradient, by which it is stepped. `sharded` are the parameters of each shard, `sums` the
-    gradients on their way.
+    after its backward has a gradient, by which it is stepped. `sharded` are the parameters of each shard, `whole` those
+    that optimizers step whole, `sums` the gradients on their way.
     """
 
     leaves: dict[str | int, nn.Parameter]
@@ -43,6 +44,7 @@ class BoundWeights:
         self.shapes = shapes
         self.marks = StateMarks(self.manifest, connection.rank)
         self.narrow = narrow
+        self.whole = WholeParameters(self.manifest, connection, dict(nn.Module.named_parameters(module)))
         self._share_steps(module, ())
         self._buffers = self._read_buffers()
 
@@ -51,7 +53,7 @@ class BoundWeights:
         self.shards = tuple(shards)
         sharded = {name for shard in shards for name in shard.names}
         self.watch = ParameterWatch(self.manifest, module, sharded)
-        self.marks.hold(self.watch.parameters, self.shards)
+        self.marks.hold(self.watch.parameters, self.shards, self.whole.taken)
         self.narrow = {name: x for name, x in self.narrow.items() if name not in sharded}
         self._gathering: dict[FlatShard, Posted[Tensor]] = {}  # the new weights on their way
         # All shapes have one schedule.
@@ -98,6 +100,50 @@ class BoundWeights:
         self.marks.mark(optimizer)
         optimizer.register_step_pre_hook(self._prepare_step)
         optimizer.register_step_post_hook(self._post_gathers)
+
+    def make_whole(self, make: Callable[..., OptimizerT], *args: Any, **options: Any) -> OptimizerT:
+        """Return the optimizer that `make` makes, whose steps are of whole parameters."""
+        with self.connection.position.during("whole parameters"):
+            self.whole.open(name for name in self.leaves if isinstance(name, str))
+            try:
+                optimizer = make(*args, **options)
+            finally:
+                self.whole.close()
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS looks for a direction of all parameters together, of which a rank has some: use an optimizer "
+                "that steps each by itself"
+            )
+        if sharded := [name for name in self.whole.take(optimizer) if name not in self.leaves]:
+            raise ValueError(f"{sharded[0]} is stepped by the sharded optimizer: leave it out of this one")
+        self.marks.hold(self.watch.parameters, self.shards, self.whole.taken)
+        self.marks.mark(optimizer)
+        optimizer.register_step_pre_hook(self._begin_step)
+        optimizer.register_step_post_hook(self._end_step)
+        return optimizer
+
+    @leave_uncompiled
+    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Call the closure of a step of whole parameters, if any, which needs the slices; then put them together."""
+        self.marks.whole_steps += 1
+        if self.marks.whole_steps > 1:
+            return args, kwargs
+        self.marks.check(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if callable(closure):
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = (optimizer, *args[2:]), {**kwargs, "closure": lambda: loss}
+        with self.connection.position.during("whole parameters"):
+            self.whole.begin(optimizer)
+        return args, kwargs
+
+    @leave_uncompiled
+    def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.marks.whole_steps == 1:
+            with self.connection.position.during("whole parameters"):
+                self.whole.end(optimizer)
+        self.marks.whole_steps -= 1
 
     def check(self, module: nn.Module) -> None:
         """Take over what was written since; ValueError where a call of `module` would not use its own tensors."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -27,6 +27,7 @@ from autoptd.runtime.kernels.precision import HALF
 from autoptd.runtime.module.bound_weights import BoundWeights
 from autoptd.runtime.module.gradient_norm import clip_gradients, clip_over_ranks
 from autoptd.runtime.module.step_runner import StepRunner
+from autoptd.runtime.optimizer.zero1 import OptimizerT
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates
 from autoptd.runtime.user_warnings import warn_caller
@@ -39,8 +40,6 @@ from autoptd.runtime.weights.slices import (
     take_slices,
 )
 from autoptd.runtime.weights.submodules import UNREAD, BoundModule
-
-OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class Parallel(BoundModule):
@@ -181,6 +180,20 @@ class Parallel(BoundModule):
         self._weights.shard(self, optimizer)
         clip_over_ranks(self, self._runner)
         return optimizer
+
+    def whole_optimizer(self, make: Callable[..., OptimizerT], *args: Any, **options: Any) -> OptimizerT:
+        """Return ``make(*args, **options)``, an optimizer of some of ``parallel.parameters()`` that steps them whole.
+
+        For those that look at more than an element: Muon, Shampoo, Adafactor, LAMB. `make` is their class or a
+        function. Where the mesh divides a parameter, each step gathers it and its gradient on one rank, which steps
+        it, and sends the rows back; the ranks share this work by size, and each has the states of what it steps. Every
+        rank that has parameters must call it, with the same ones on all ranks of a stage, and it steps as any
+        optimizer does. Each parameter must be stepped by itself: clip the norm of all gradients before the step, and
+        not inside it.
+
+        Raises ValueError for LBFGS, which cannot, and for parameters of a sharded optimizer.
+        """
+        return self._weights.make_whole(make, *args, **options)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -326,7 +339,11 @@ class Parallel(BoundModule):
     def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
         self._weights.adopt_writes()
         slices, shards = self._slices(), self._weights.shards
-        named = None if optimizer is None else NamedOptimizer(optimizer, slices, shards)
+        named = (
+            None
+            if optimizer is None
+            else NamedOptimizer(optimizer, slices, shards, self._weights.whole.taken)
+        )
         own = slices, shards, named, name_schedulers(scheduler), self._runner.loss_scale
         return Training(self._manifest, self._connection.rank, *own)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn, optim
@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 
+OptimizerT = TypeVar("OptimizerT", bound=optim.Optimizer)
 # Their step changes an element by that element's gradient and state alone, so that a part may be stepped by itself.
 ELEMENTWISE = (
     *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta),
@@ -156,7 +157,8 @@ def check_elementwise(optimizer: optim.Optimizer) -> None:
     if type(optimizer) not in ELEMENTWISE:
         raise ValueError(
             f"{type(optimizer).__name__} is not known to step each element by itself, so that its states cannot be "
-            f"divided among the replicas: use one of {list_elementwise()}, or leave the optimizer as it is"
+            f"divided among the replicas: use one of {list_elementwise()}, or let it step whole parameters "
+            f"(parallel.whole_optimizer({type(optimizer).__name__}, parameters, ...))"
         )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):

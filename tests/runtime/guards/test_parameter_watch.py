@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import warnings
 import weakref
 from copy import copy, deepcopy
 from dataclasses import replace
@@ -134,36 +133,24 @@ def test_a_parallel_model_may_be_freed_during_a_step() -> None:
     assert freed() is None
 
 
-def test_an_optimizer_of_whole_tensors_is_warned_of_once() -> None:
-    """Only of these parameters; one that is known to step each element by itself never."""
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_an_optimizer_that_is_not_known_to_be_elementwise_is_refused(kind: Any) -> None:
+    """Only of these parameters, and unless it steps them whole."""
     chain, parallel = alone()
     watch_divided(parallel, parallel._weights.marks)
     parallel(**chain.batch())["loss"].backward()
-    optimizer = torch.optim.Adafactor(parallel.parameters())
-    with pytest.warns(
-        UserWarning, match=r"Adafactor is not known .* Known to be right are Adam, AdamW"
-    ) as said:
-        optimizer.step()
-    assert said[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        torch.optim.AdamW(parallel.parameters()).step()
-        torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]).step()
-    with pytest.warns(UserWarning, match="Adafactor is not known"):
-        torch.optim.Adafactor(parallel.parameters()).step()
-
-
-def test_an_optimizer_of_all_parameters_is_refused() -> None:
-    chain, parallel = alone()
-    watch_divided(parallel, parallel._weights.marks)
-    parallel(**chain.batch())["loss"].backward()
-    optimizer = torch.optim.LBFGS(parallel.parameters())
+    optimizer = kind(parallel.parameters())
     before = [p.detach().clone() for p in parallel.parameters()]
     for _ in range(2):
-        with pytest.raises(ValueError, match="LBFGS is not known to step each element by itself"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{kind.__name__} is not known .*parallel\.whole_optimizer\({kind.__name__}, par",
+        ):
             optimizer.step(lambda: 1.0)
     assert all(torch.equal(p, x) for p, x in zip(parallel.parameters(), before, strict=True))
+    torch.optim.AdamW(parallel.parameters()).step()
+    torch.optim.Adafactor([nn.Parameter(torch.ones(2, 2))]).step()
+    parallel.whole_optimizer(torch.optim.Adafactor, parallel.parameters()).step()
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 2)], ids=str)

@@ -51,10 +51,10 @@ class Round(torch.optim.Optimizer):
         return self.inner.state_dict()
 
 
-@pytest.mark.filterwarnings("ignore:Round is not known to step")
-def test_an_optimizer_round_another_one_leaves_the_mark_to_it() -> None:
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.Adafactor])
+def test_an_optimizer_round_another_one_leaves_the_mark_to_it(inner: Any) -> None:
     chain, parallel = watched()
-    optimizer = Round(torch.optim.SGD(parallel.parameters(), lr=0.1))
+    optimizer = parallel.whole_optimizer(lambda params: Round(inner(params)), parallel.parameters())
     step(chain, parallel, optimizer)
     assert MARK in optimizer.state_dict()["param_groups"][0]
 

@@ -1,0 +1,116 @@
+"""Whole parameters for optimizers that look at more than an element: each is put together on a rank that steps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.groups import Group
+from autoptd.runtime.program.manifest import Manifest
+
+
+class WholeParameters:
+    """The `parameters` of this rank, by name, each of which an optimizer steps whole on one rank of those that hold it.
+
+    The largest first, on the tensor rank and replica that has least so far; of pipeline ranks that tie a parameter, on
+    the first. `taken` are those that such optimizers have: by name, whether this rank steps them.
+    """
+
+    def __init__(
+        self, manifest: Manifest, connection: Connection, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._known, self._parameters = manifest.parameters, parameters
+        self._tensor, self._data = map(connection.rank.group, ("tensor", "data"))
+        self._here = self._data.index, self._tensor.index
+        self._steppers: dict[str, tuple[int, int]] = {}  # of those that this pipeline rank steps
+        self._tied: dict[str, Group] = {}
+        loads = dict.fromkeys(product(range(self._data.size), range(self._tensor.size)), 0)
+        for name in sorted(parameters, key=lambda name: prod(self._known[name].shape), reverse=True):
+            homes = manifest.homes(name)
+            if len(homes) > 1:
+                self._tied[name] = connection.tied[homes]
+            if homes[0] == connection.rank.coordinates.pipeline:
+                self._steppers[name] = place = min(loads, key=loads.__getitem__)
+                loads[place] += prod(self._known[name].shape) * self._known[name].is_trained
+        self.taken: dict[str, bool] = {}
+        self._memory: dict[str, Tensor] = {}  # lasts, since optimizers may keep views of parameters
+        self._kept: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._groups: list[list[nn.Parameter]] = []
+
+    def list_names(self, optimizer: Optimizer) -> list[str]:
+        """Return the parameters that `optimizer` may step, in the same order on every rank."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        known = self._parameters.items()
+        return [name for name, p in known if id(p) in held and (p.requires_grad or p.grad is not None)]
+
+    def take(self, optimizer: Optimizer) -> list[str]:
+        """Let an `optimizer` of whole parameters have states of those alone that this rank steps; return all names."""
+        names = self.list_names(optimizer)
+        self.taken |= {name: self._steppers.get(name) == self._here for name in names}
+        for name in (name for name in names if not self.taken[name]):
+            optimizer.state.pop(self._parameters[name], None)
+        return names
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Make the parameters whole that `optimizer` is about to step, and leave it those that this rank steps."""
+        names = self.take(optimizer)
+        self.open(names)
+        others = {id(self._parameters[name]) for name in names if not self.taken[name]}
+        self._groups = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in others]
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Send what `optimizer` has stepped to all ranks that hold rows of it."""
+        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+        wholes = self.close()
+        for name in self.list_names(optimizer):
+            own, on_tensor = self._parameters[name].detach(), self._known[name].placement["tensor"]
+            if name in self._steppers:
+                replica, index = self._steppers[name]
+                if replica == self._data.index:
+                    whole = self._tensor.broadcast(wholes.get(name, own).contiguous(), index)
+                    own = on_tensor.take(whole, self._tensor.size, self._tensor.index)
+                own = self._data.broadcast(own, replica)
+            if name in self._tied:
+                own = self._tied[name].broadcast(own, 0)
+            with torch.no_grad():
+                self._parameters[name].copy_(own)
+
+    def open(self, names: Iterable[str]) -> None:
+        """Make `names` whole, with their gradients, where this rank steps them.
+
+        What others step has its whole shape, and neither values nor a gradient.
+        """
+        for name in names:
+            p, on_tensor = self._parameters[name], self._known[name].placement["tensor"]
+            steps = (place := self._steppers.get(name)) == self._here
+            divided = on_tensor.dim is not None and self._tensor.size > 1
+            if steps and not divided:
+                continue
+            self._kept[name] = p.data, p.grad
+            gathered: list[list[Tensor]] = []
+            if divided and place is not None and place[0] == self._data.index:
+                gathered = [self._tensor.all_gather(x) for x in self._kept[name] if x is not None]
+            p.grad, p.data = None, p.new_zeros(()).expand(self._known[name].shape)
+            if steps:
+                whole, *gradient = map(on_tensor.join, gathered)
+                p.data = self._memory.setdefault(name, whole).copy_(whole)
+                p.grad = gradient[0] if gradient else None
+
+    def close(self) -> dict[str, Tensor]:
+        """Put the slices, and their gradients, in the place of what `open` made; return that."""
+        wholes = {name: self._parameters[name].data for name in self._kept}
+        for name, (data, gradient) in self._kept.items():
+            p = self._parameters[name]
+            p.grad, p.data = None, data
+            p.grad = gradient
+        self._kept = {}
+        return wholes
