@@ -187,6 +187,22 @@ def _half_linear(node: fx.Node) -> Match | None:
     return Match(Call(kernels.linear, (product.x, *product.parameters), node, options))
 
 
+def _add_linear(node: fx.Node) -> Match | None:
+    """Match total + linear(x, weight) * scale of fewer inputs than outputs, whose result takes longer than its sums."""
+    found: dict[int, Match] = {}
+    for term, total in both_orders(node) if plain_add(node) else ():
+        scaled = is_call(term, aten.mul.Tensor) and isinstance(term.args[1], (int, float))
+        inner, scale = term.args if scaled else (term, 1.0)
+        product = read_product(inner) if is_single(term) and is_single(inner) else None
+        if product is None or product.bias is not None or inner.kwargs or len(shape_of(product.weight)) != 2:
+            continue
+        if (width := shape_of(product.x)[-1]) < shape_of(inner)[-1]:
+            options = {"transposed": True} if product.transposed else {}
+            call = Call(kernels.add_linear, (total, *product.factors, float(scale)), node, options)
+            found[width] = Match(call, {term, inner})
+    return found[min(found)] if found else None
+
+
 def _half_embedding(node: fx.Node) -> Match | None:
     """Match a lookup in a table in half precision, to whose sum a GPU adds the gradients of rows."""
     return Match(Call(kernels.lookup, node.args, node)) if _is_half_parameter(node.args[0]) else None
@@ -302,6 +318,7 @@ RULES: Sequence[Rule] = (
     ((kernels.dropout,), _dropout_bias),
     (_ADDED_NORMS, _norm_before_reshape),
     (_ADDED_NORMS, _add_norm),
+    ((aten.add.Tensor,), _add_linear),
     ((aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default), _half_linear),
     ((aten.embedding.default,), _half_embedding),
 )

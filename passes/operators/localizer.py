@@ -221,6 +221,43 @@ def same_call(localizer: Localizer, node: fx.Node) -> fx.Node:
     return new
 
 
+def keep_partial(localizer: Localizer, node: fx.Node, x: Any) -> fx.Node | None:
+    """Write a call that is linear in `x` on the terms of this partial sum, where one all-reduce serves it and another.
+
+    So a low-rank update of a row-parallel product (LoRA's) is added to it before both are summed. None where `x` is no
+    partial sum, others read it, or it does not end in a sum with another one.
+    """
+    if (
+        not _is_lone_sum(localizer, x)
+        or localizer.biases.get(localizer.values[x])
+        or not _joins(localizer, node)
+    ):
+        return None
+    args = fx.map_arg(node.args, lambda n: localizer.values[n] if n is x else localizer.whole(n))
+    return localizer.add(node.target, args, node, name=node.name, partial=True)
+
+
+def _is_lone_sum(localizer: Localizer, x: Any) -> bool:
+    """Return whether `x` is a partial sum that one node alone reads."""
+    value = localizer.values.get(x) if isinstance(x, fx.Node) else None
+    return value is not None and info(value).is_partial and len(x.users) == 1
+
+
+def _joins(localizer: Localizer, node: fx.Node) -> bool:
+    """Return whether `node`, scaled or not, is added to a partial sum of its dtype; its own values would follow."""
+    while len(node.users) == 1 and not node.kwargs:
+        (user,) = node.users
+        others = [a for a in user.args if a is not node]
+        if user.target is aten.add.Tensor:
+            (other,) = others
+            same = isinstance(other, fx.Node) and other.meta["val"].dtype == user.meta["val"].dtype
+            return same and not user.kwargs and _is_lone_sum(localizer, other)
+        if user.target is not aten.mul.Tensor:
+            return False
+        node = user
+    return False
+
+
 def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
     """Return the axes that a dropout mask is keyed by: the element's place in one sample's undivided tensor.
 

@@ -14,7 +14,7 @@ from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
 from autoptd.passes.operators.layout import broadcast as broadcast_dims
-from autoptd.passes.operators.localizer import Localizer, same_call
+from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
 from autoptd.passes.operators.quantities import (
     Value,
     Work,
@@ -48,6 +48,11 @@ def add_local(localizer: Localizer, node: fx.Node) -> fx.Node:
         localizer.biases[total] = [bias for part in both for bias in localizer.biases.get(part, ())]
         return total
     return same_call(localizer, node)
+
+
+def _scale_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    kept = (keep_partial(localizer, node, factor) for factor in node.args[:2])
+    return next(filter(None, kept), None) or same_call(localizer, node)
 
 
 def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -93,8 +98,8 @@ _CAST = replace(_NEG, traits=_SAFE | Trait.CASTS)
 _LAY_OUT = replace(_NEG, traits=_SAFE | Trait.LAYS_OUT)
 _LINEAR = replace(POINTWISE, traits=Trait.LINEAR)
 _ADD = replace(_LINEAR, local=add_local, of_partial=proof.add_partial, backward=_add_backward)
-_SCALE = replace(
-    POINTWISE, of_partial=proof.scale_partial, backward=_scale_backward, traits=_SAFE | Trait.SCALES
+_DIV = replace(
+    POINTWISE, of_partial=proof.linear_in(0), backward=_scale_backward, traits=_SAFE | Trait.SCALES
 )
 _KEEPS_RESULT = replace(POINTWISE, keeps="result")
 _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=lambda *_: proof.WHOLE)
@@ -104,7 +109,8 @@ RULES: Mapping[Any, OperatorRules] = {
     **{getattr(aten, name): POINTWISE for name in _OTHERS},
     aten.add: replace(_ADD, traits=_SAFE | Trait.LINEAR),
     aten.sub: replace(_ADD, local=same_call),
-    **dict.fromkeys((aten.mul, aten.div), _SCALE),
+    aten.div: _DIV,
+    aten.mul: replace(_DIV, local=_scale_local, of_partial=proof.linear_in(0, 1)),
     **dict.fromkeys((aten.to, aten._to_copy), _CAST),
     aten.clone: _LAY_OUT,
     aten.contiguous: replace(_LAY_OUT, order=_contiguous_order, copies=contiguous_copies),

@@ -7,7 +7,7 @@ that several operators have in common.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -310,11 +310,15 @@ def keep_partial(node: fx.Node, placements: Placements) -> Found:
     return spread(node, PARTIAL)
 
 
-def scale_partial(node: fx.Node, placements: Placements) -> Found:
-    """Keep a partial sum partial when a number multiplies or divides it."""
-    first, second = node.args[:2]
-    scales = read(first, placements) is PARTIAL and isinstance(second, (int, float))
-    return PARTIAL if scales else refuse_partial(node, placements)
+def linear_in(*places: int) -> Callable[[fx.Node, Placements], Found]:
+    """Return the rule of an operator of two arguments that is linear in each at `places`: a partial sum stays one."""
+
+    def rule(node: fx.Node, placements: Placements) -> Found:
+        found = [read(given, placements) for given in node.args]
+        kept = len(found) == 2 and any(found[at] is PARTIAL and found[1 - at] is WHOLE for at in places)
+        return PARTIAL if kept else refuse_partial(node, placements)
+
+    return rule
 
 
 def add_partial(node: fx.Node, placements: Placements) -> Found:
