@@ -28,9 +28,7 @@ def list_examples(example_inputs: Any) -> list[Any]:
     Raises TypeError for a list that mixes these with others, and for anything else.
     """
     if example_inputs is not None and not isinstance(example_inputs, (Mapping, Sequence, Tensor)):
-        raise TypeError(
-            f"example_inputs is {example_inputs!r}; expected one microbatch as a dict or tuple, or a list of these"
-        )
+        raise TypeError(f"example_inputs is {example_inputs!r}; expected a dict or tuple, or a list of these")
     if not isinstance(example_inputs, list):
         return [example_inputs]
     whole = [isinstance(x, (Mapping, tuple, list)) for x in example_inputs]

@@ -44,9 +44,7 @@ def read_mesh(mesh: object) -> Mesh:
         )
     entries = tuple(mesh)
     if len(entries) != len(AXES):
-        raise ValueError(
-            f"mesh has {len(entries)} entries {entries}; expected three: (tensor, pipeline, data), e.g. mesh=(2, 2, 2)"
-        )
+        raise ValueError(f"mesh is {entries}; expected three: (tensor, pipeline, data), e.g. mesh=(2, 2, 2)")
     named = enumerate(zip(AXES, entries, strict=True))
     check_counts(**{f"mesh entry {position} ({axis})": entry for position, (axis, entry) in named})
     return Mesh(*entries)

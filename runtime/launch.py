@@ -41,9 +41,7 @@ def read_limit() -> float:
     except ValueError:
         limit = math.nan
     if not limit > 0:
-        raise ValueError(
-            f"AUTOPTD_TIMEOUT is {text!r}, expected a positive number: the seconds that a rank may not move"
-        )
+        raise ValueError(f"AUTOPTD_TIMEOUT is {text!r}, expected a positive number of seconds without a move")
     return limit
 
 

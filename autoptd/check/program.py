@@ -31,13 +31,12 @@ def check_manifest(manifest: Manifest) -> None:
     except ValueError as error:
         raise ProgramError(f"the manifest: {error}; {way}") from None
     inputs = [value.name for value in manifest.inputs]
+    known = ", ".join(inputs) or "none"
     for interface in manifest.stages:
         at = f"stage {interface.index}"
         for name in interface.inputs:
             if name not in inputs:
-                raise ProgramError(
-                    f"{at} takes the batch input {name}; the batch has {', '.join(inputs) or 'none'}; {way}"
-                )
+                raise ProgramError(f"{at} takes the batch input {name}; the batch has {known}; {way}")
         for name in interface.parameters:
             if name not in manifest.parameters:
                 raise ProgramError(f"{at} owns {name}, which is not a parameter in the manifest; {way}")

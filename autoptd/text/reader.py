@@ -49,10 +49,7 @@ def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mappi
         expected = [s.index for s in manifest.stages if s.index % manifest.mesh.pipeline == rank]
         if list(program.stages) != expected:
             found, wanted = (", ".join(f"stage_{i}" for i in own) for own in (program.stages, expected))
-            raise ValueError(
-                f"{program.filename}: has {found}; expected {wanted} on pipeline rank {rank} of "
-                f"{manifest.mesh.pipeline}"
-            )
+            raise ValueError(f"{program.filename} has {found}; expected {wanted} on pipeline rank {rank}")
         constants = _trace_constants(program, manifest, propagation, buffers)
         for index in program.stages:
             graph = _trace_stage(program, index, manifest, propagation)

@@ -10,19 +10,13 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, change_info, shape_of
+from autoptd.passes.ir.views import float_bytes
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
-from autoptd.passes.operators.quantities import (
-    Product,
-    Value,
-    Work,
-    differentiate,
-    float_bytes,
-    tensor_arguments,
-)
+from autoptd.passes.operators.quantities import Product, Value, Work, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Placement, Shard

@@ -12,7 +12,6 @@ from torch import fx
 
 from autoptd.passes.ir.nodes import (
     Propagation,
-    arguments_of,
     as_results,
     change_info,
     describe,
@@ -271,7 +270,7 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
         flat.extend(parts if inside else [ax.find(axis)])
     shape = [localizer.extent(f) for f in flat]
     reads_batch = node in localizer.axis_map.batch
-    ones = str(arguments_of(node)[-1].target) in localizer.filled
+    ones = str(node.all_input_nodes[-1].target) in localizer.filled
     sampled = reads_batch or "sample" in node.kwargs or (ones and any(f.size == 1 for f in flat))
     if localizer.single and sampled:
         # There is no axis to find: any dimension of size 1 stands for the batch, in a mask of ones for samples too.

@@ -9,19 +9,14 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import info, shape_of
+from autoptd.passes.ir.views import contiguous_copies
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
 from autoptd.passes.operators.layout import broadcast as broadcast_dims
 from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
-from autoptd.passes.operators.quantities import (
-    Value,
-    Work,
-    contiguous_copies,
-    differentiable_arguments,
-    differentiate,
-)
+from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.views import aligned, sized_local
 from autoptd.runtime import aten

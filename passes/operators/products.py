@@ -11,13 +11,14 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import called, shape_of, where
 from autoptd.passes.ir.products import MatrixProduct, read_products
+from autoptd.passes.ir.views import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.attention import attention_local
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim, plain_order
 from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
-from autoptd.passes.operators.quantities import Number, Product, Value, Work, float_bytes, is_matrix, is_view
+from autoptd.passes.operators.quantities import Number, Product, Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import AxisPlacement, Replicate

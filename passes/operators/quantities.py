@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.nodes import as_results, has_gradients, results_of
-from autoptd.passes.ir.program import tensor_bytes
 from autoptd.runtime.kernels.precision import widen
 
 FLOAT32_BYTES = 4
@@ -152,35 +151,3 @@ def differentiate(node: fx.Node, value: Value, made: Sequence[fx.Node], kept: It
         written=sum(map(value.bytes, made)),
         launches=1,
     )
-
-
-# Bytes that operators copy because their arguments lie in memory as they do
-
-
-def is_view(x: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Return whether `x` can be viewed as `shape` without a copy."""
-    if x.is_contiguous():
-        return True
-    try:
-        x.view(tuple(shape))
-    except RuntimeError:
-        return False
-    return True
-
-
-def is_matrix(x: torch.Tensor) -> bool:
-    """Return whether a matrix product can read the last two dimensions as they lie."""
-    if x.dim() < 2:
-        return x.stride(-1) == 1
-    (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
-    if columns == 1 or rows == 1:
-        return column == 1 or row == 1 or columns == rows
-    return (column == 1 and row >= columns) or (row == 1 and column >= rows)
-
-
-def float_bytes(x: torch.Tensor) -> int:
-    return tensor_bytes(x) if x.is_floating_point() else 0
-
-
-def contiguous_copies(given: Sequence[Any], value: Any) -> int:
-    return 0 if given[0].is_contiguous() else float_bytes(given[0])

@@ -9,13 +9,12 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, shape_of
-from autoptd.passes.ir.views import dim_map, reduced_dims
+from autoptd.passes.ir.views import contiguous_copies, dim_map, reduced_dims
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import RUNS, AxisMap
 from autoptd.passes.operators.pieces import resize_order
 from autoptd.passes.operators.products import rows_order
-from autoptd.passes.operators.quantities import contiguous_copies
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.views import drop_order, mapped_axes, move_placed
 from autoptd.runtime import aten

@@ -115,9 +115,7 @@ class TextRule:
         """Refuse a divided `name` that must be whole, or that one argument has whole."""
         rule = f"by its rule {self.text!r}"
         if name in self.whole:
-            raise proof.PlacementError(
-                f"needs {name} of {tensor} whole {rule}, of which each tensor rank holds a part"
-            )
+            raise proof.PlacementError(f"needs {name} of {tensor} whole {rule}; each rank holds a part")
         if not divided:
             raise proof.PlacementError(
                 f"has {name} divided in one argument and not in {tensor} {rule}: expected both divided alike; "

@@ -11,13 +11,13 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import as_results, called, info, results_of, shape_of
-from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
+from autoptd.passes.ir.views import dim_map, dim_place, float_bytes, is_view, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, regroup
 from autoptd.passes.operators.localizer import Localizer
-from autoptd.passes.operators.quantities import Value, Work, float_bytes, is_view
+from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import AxisPlacement

@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.ir.views import contiguous_copies
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, plain_dim, size_of
 from autoptd.passes.operators.localizer import Localizer
-from autoptd.passes.operators.quantities import Value, Work, contiguous_copies, tensor_arguments
+from autoptd.passes.operators.quantities import Value, Work, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Shard

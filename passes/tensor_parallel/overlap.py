@@ -19,7 +19,6 @@ from torch import fx
 from autoptd.passes.fusion.patterns import alike, is_reshape
 from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.nodes import (
-    NodeInfo,
     Propagation,
     argument,
     called,
@@ -105,7 +104,7 @@ class _Rewriting:
         self._bring_before(first, (p for reader in readers for p in reader.parameters))
         rank = f.args[0]
         if len(readers) == 1:
-            self._replace(first, self._write(first, *_single(rank, x, readers[0]), info(first)))
+            self._replace(first, self._write(first, *_single(rank, x, readers[0]), first))
         else:
             self._join_several(rank, x, readers)
         for node in (*f.users, f):
@@ -118,23 +117,25 @@ class _Rewriting:
         options: dict[str, Any] = {"transposed": True} if readers[0].transposed else {}
         given = [biases] if any(bias is not None for bias in biases) else []
         placements = tuple(placement for reader in readers for placement in info(reader.node).placements)
-        about = replace(info(first), name=f"{first.name}_together", placement=placements)
-        together = self._write(first, collectives.copied_linears, (rank, x, weights, *given), options, about)
-        own = enumerate(info(reader.node).at(about) for reader in readers)
-        parts = [self._write(first, operator.getitem, (together, i), {}, facts) for i, facts in own]
+        args = rank, x, weights, *given
+        together = self._write(first, collectives.copied_linears, args, options, first, placement=placements)
+        change_info(together, name=f"{first.name}_together")
+        place, own = {"path": info(first).path, "line": info(first).line}, enumerate(r.node for r in readers)
+        parts = [self._write(first, operator.getitem, (together, i), {}, node, **place) for i, node in own]
         for reader, part in zip(readers, parts, strict=True):
             if reader.node.target is kernels.linear_gelu:
                 change_info(part, name=f"{reader.node.name}_linear")
                 chosen = _approximation(reader)
-                part = self._write(reader.node, aten.gelu.default, (part,), chosen, info(reader.node))
+                part = self._write(reader.node, aten.gelu.default, (part,), chosen, reader.node)
             self._replace(reader.node, part)
 
     def _write(
-        self, place: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], about: NodeInfo
+        self, place: fx.Node, target: Any, args: Any, kwargs: Any, like: fx.Node, **about: Any
     ) -> fx.Node:
+        """Write a call before `place`, with the facts of `like` but for those in `about`."""
         with self.graph.inserting_before(place):
             made = self.graph.call_function(target, args, kwargs)
-        describe(made, self._propagation.run(made), about)
+        describe(made, self._propagation.run(made), info(like), **about)
         return made
 
     def _replace(self, old: fx.Node, new: fx.Node) -> None:

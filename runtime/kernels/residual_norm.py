@@ -199,8 +199,8 @@ def _differentiate_rms(outer: Tensor, x: Tensor, weight: Tensor, scale: Tensor) 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     added, _, mean, scale = output
-    x, weight, _, _, bias, residual, ctx.p, ctx.key, ctx.moment, centers = inputs
-    adds = _adds(bias, residual, ctx.key)
+    x, weight, _, _, bias, residual, *ctx.mask, centers = inputs
+    adds = _adds(bias, residual, ctx.mask[1])
     ctx.save_for_backward(added if adds else x, weight, mean if centers else None, scale)
     ctx.mark_non_differentiable(mean, scale, *([] if adds else [added]))
     ctx.set_materialize_grads(False)
@@ -210,15 +210,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(
     ctx: Any, d_added: Tensor | None, d_normed: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    added, weight, mean, scale = ctx.saved_tensors
+    added, *saved = ctx.saved_tensors
     if d_normed is None:
         d_normed = added.new_zeros(added.shape)
     x, gain, offset, _, bias, residual, *_ = ctx.needs_input_grad
-    dropped = bool(ctx.key)
+    dropped = bool(ctx.mask[1])
     wanted = [residual or ((x or bias) and not dropped), (x or bias) and dropped, gain, offset, bias]
-    of_sum, of_x, vectors = _add_norm_backward(
-        d_normed, d_added, added, weight, mean, scale, ctx.p, ctx.key, ctx.moment, wanted
-    )
+    of_sum, of_x, vectors = _add_norm_backward(d_normed, d_added, added, *saved, *ctx.mask, wanted)
     left = iter(vectors)
     of_weight, of_offset, of_bias = (next(left) if want else None for want in wanted[2:])
     of_x = of_x if dropped else of_sum

@@ -67,9 +67,7 @@ class SlicedModule(BoundModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ValueError: no part of a step runs in a module."""
-        raise ValueError(
-            "a module of a parallel model holds this rank's slices and computes nothing: call the parallel model"
-        )
+        raise ValueError("a module of a parallel model holds slices and computes nothing: call that model")
 
     def apply(self, fn: Callable[[nn.Module], None]) -> NoReturn:
         """Raise ValueError: an initialisation would take the slices for whole tensors."""

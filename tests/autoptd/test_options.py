@@ -31,8 +31,8 @@ def test_a_tuple_is_tensor_pipeline_data() -> None:
 @pytest.mark.parametrize(
     ("mesh", "error", "message"),
     [
-        ((2, 2), ValueError, r"mesh has 2 entries \(2, 2\); expected three: \(tensor, pipeline, data\)"),
-        ((2, 2, 2, 1), ValueError, "mesh has 4 entries"),
+        ((2, 2), ValueError, r"mesh is \(2, 2\); expected three: \(tensor, pipeline, data\)"),
+        ((2, 2, 2, 1), ValueError, r"mesh is \(2, 2, 2, 1\)"),
         ((2, 0, 1), ValueError, r"mesh entry 1 \(pipeline\) is 0; expected a positive integer"),
         ((2, 2, -1), ValueError, r"mesh entry 2 \(data\) is -1"),
         ((True, 2, 1), ValueError, r"mesh entry 0 \(tensor\) is True"),
@@ -109,7 +109,7 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
             TypeError,
             "rules has the key 3; expected an operator, or its name",
         ),
-        ({"example_inputs": 3}, TypeError, "example_inputs is 3; expected one microbatch as a dict or tuple"),
+        ({"example_inputs": 3}, TypeError, "example_inputs is 3; expected a dict or tuple"),
         ({"loss_fn": 3}, TypeError, "loss_fn is 3; expected a function"),
         ({"initializer": 3}, TypeError, "initializer is 3; expected a function"),
     ],
@@ -132,7 +132,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
         ({"world_size": None}, ValueError, "world_size is None; expected a positive integer"),
         ({"global_batch": None}, ValueError, "global_batch is None; expected a positive integer"),
         ({"cluster": None}, TypeError, 'cluster is None; expected a shipped name such as "dgx-a100"'),
-        ({"example_inputs": 3}, TypeError, "example_inputs is 3; expected one microbatch"),
+        ({"example_inputs": 3}, TypeError, "example_inputs is 3; expected a dict"),
         ({"loss_fn": 3}, TypeError, "loss_fn is 3; expected a function"),
         ({"model": 5}, TypeError, "model is a int; expected an nn.Module or an fx.GraphModule"),
     ],

@@ -164,6 +164,6 @@ def test_wrong_arguments() -> None:
 
 def test_wrong_stages() -> None:
     texts, manifest, _ = emit()
-    message = r"program_00\.py: has stage_1; expected stage_0 on pipeline rank 0 of 2"
+    message = r"program_00\.py has stage_1; expected stage_0 on pipeline rank 0"
     with pytest.raises(ValueError, match=message):
         trace_program(texts[::-1], manifest)
