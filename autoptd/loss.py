@@ -79,7 +79,7 @@ def find_lookups(program: Program) -> Iterator[Lookup]:
     for node in (node for stage in program.stages for node in stage.graph.nodes):
         args: Any = node.args
         ignored = argument(node, 4, "ignore_index", -100) if read_loss(node) else None
-        if node.target in (kernels.embedding, kernels.cross_entropy):
+        if node.target in (kernels.embedding, kernels.cross_entropy, kernels.nll_loss):
             source, numbers, rows = args[1:4]
         elif node.target in (aten.embedding.default, kernels.lookup, aten.cross_entropy_loss.default):
             source, numbers = args[:2]
@@ -148,12 +148,12 @@ def find_loss(program: Program) -> fx.Node:
 
 def read_loss(node: fx.Node) -> Loss | None:
     """Read a cross-entropy; return None for any other node."""
-    ours = node.target is kernels.cross_entropy
+    ours = node.target in (kernels.cross_entropy, kernels.nll_loss)
     if not ours and node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
         return None
     target, ignored = node.args[2 if ours else 1], argument(node, 4, "ignore_index", -100)
     mean = argument(node, 5 if ours else 3, "reduction", "mean" if ours else 1) in ("mean", 1)
-    weighted = not ours and argument(node, 2, "weight") is not None
+    weighted = (node.kwargs.get("weight") if ours else argument(node, 2, "weight")) is not None
     return Loss(target, ignored, mean, weighted) if isinstance(target, fx.Node) else None
 
 
@@ -233,11 +233,15 @@ def is_sum(program: Program) -> bool:
 
     def parts(node: fx.Node) -> list[fx.Node]:
         """Return the arguments that `node` grows with."""
-        multiplies = find_factors(node) or has_trait(node, Trait.FUSED_ATTENTION)
-        if read_loss(node) or multiplies or has_trait(node, Trait.SOFTMAX | Trait.LOG_SOFTMAX):
+        inputs = node.all_input_nodes
+        totals = [
+            y.target for x in inputs for y in (x, *x.all_input_nodes)
+        ]  # a divided softmax subtracts one
+        stops = read_loss(node) or find_factors(node) or kernels.logsumexp in totals
+        if stops or has_trait(node, Trait.FUSED_ATTENTION | Trait.SOFTMAX | Trait.LOG_SOFTMAX):
             return []
         # An argument without a batch dimension is the same for every sample.
-        return [x for x in node.all_input_nodes if x in trained and has_batch(x) >= has_batch(node)]
+        return [x for x in inputs if x in trained and has_batch(x) >= has_batch(node)]
 
     def grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
         """Return whether `node` has every sample of its `sources`, or their sum."""

@@ -81,6 +81,15 @@ class Call:
         """Write a call of `target` in its place."""
         return self.writer.emit(target, args, self.meta, kwargs)
 
+    def derive(self, target: Any, *args: Any) -> fx.Node:
+        """Append a further call of the rewrite; its result's shape and dtype are found on the meta device."""
+        val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return self.writer.emit(target, args, {**self.meta, "val": val})
+
+    def reshape(self, x: fx.Node, shape: list[int]) -> fx.Node:
+        """Append a reshape; return what has that shape as it is."""
+        return x if list(x.meta["val"].shape) == shape else self.derive(aten.reshape.default, x, shape)
+
 
 # Memory: in-place operators make new values, and views of written memory are taken again
 

@@ -24,7 +24,7 @@ from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.runtime import collectives
+from autoptd.runtime import collectives, kernels
 from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Placement, Segment, Shard
 
@@ -37,6 +37,7 @@ class Localizer:
 
     `divided` are the divided axes with their padding, `filled` the names of the constants of one number, and `named`
     the axes of each new node's results, by its name. `biases` of a partial sum are pairs of an old linear and its bias.
+    The padding of `cleared` values is zero, and has no gradient.
     """
 
     program: Program
@@ -48,6 +49,7 @@ class Localizer:
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     named: dict[str, tuple[Axes, ...]] = field(default_factory=dict)
     biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = field(default_factory=dict)
+    cleared: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         inputs, mesh, (stage,) = self.program.inputs, self.program.mesh, self.program.stages
@@ -67,9 +69,26 @@ class Localizer:
                 self._place_parameter(node)
             if node.op == "call_function":
                 self.values[node] = localize(self, node)
+            elif any(map(self.is_divided, self.axis_map.all_of(node))) and node.op == "placeholder":
+                self.values[node] = self._take_classes(node)
             else:
                 self.values[node] = self.copy(node)
         return self.graph
+
+    def _take_classes(self, node: fx.Node) -> fx.Node:
+        """Return this rank's classes of an input, which every rank gets whole."""
+        axes, val = self.axis_map.of(node), node.meta["val"]
+        value = self.graph.create_node(node.op, node.target, node.args, {}, name=node.name)
+        value.meta = dict(node.meta)
+        self.named[value.name] = (axes,)
+        (dim,) = (d for d, axis in enumerate(axes) if self.is_divided((axis,)))
+        if padding := self.divided[ax.find(axes[dim])]:
+            pads = [0, 0] * (val.dim() - dim - 1) + [0, padding]
+            value = self.add(aten.constant_pad_nd.default, (value, pads), value, name=f"{node.name}_padded")
+        made = self.add(collectives.take_own, (self.rank, value, dim), value, name=f"{node.name}_own")
+        change_info(made, placement=Placement(tensor=Shard(dim)))
+        self.cleared.add(made)
+        return made
 
     # Values
 
@@ -130,6 +149,17 @@ class Localizer:
             dim = next((d for d, a in enumerate(own) if ax.is_divided([a], self.divided)), None)
             found.append(REPLICATED if dim is None else Placement(tensor=Shard(dim)))
         change_info(new, placement=as_results(node, found))
+
+    def clear_padding(self, value: fx.Node, axes: Axes) -> fx.Node:
+        """Return the new `value`, without what is past the end of a divided dimension and without its gradient."""
+        dim = next((d for d, axis in enumerate(axes) if self.divided.get(ax.find(axis))), None)
+        if dim is None or value in self.cleared:
+            return value
+        args, name = (self.rank, value, dim, ax.find(axes[dim]).size), f"{value.name}_own"
+        made = self.add(kernels.clear_padding, args, value, name=name)
+        change_info(made, placement=info(value).placement)
+        self.cleared.add(made)
+        return made
 
     # Sizes
 
@@ -255,6 +285,19 @@ def _joins(localizer: Localizer, node: fx.Node) -> bool:
             return False
         node = user
     return False
+
+
+def if_divided(
+    rule: Callable[[Localizer, fx.Node, Axis], fx.Node],
+) -> Callable[[Localizer, fx.Node], fx.Node]:
+    """Return the `rule` of a call that contracts a divided axis; any other is the same on local tensors."""
+
+    def write(localizer: Localizer, node: fx.Node) -> fx.Node:
+        axis = localizer.axis_map.contractions.get(node)
+        divided = axis is not None and localizer.is_divided((axis,))
+        return rule(localizer, node, ax.find(axis)) if axis and divided else localizer.copy(node)
+
+    return write
 
 
 def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:

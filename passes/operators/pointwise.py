@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import info, shape_of
+from autoptd.passes.ir.nodes import has_gradients, info, shape_of
 from autoptd.passes.ir.views import contiguous_copies
+from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
@@ -50,6 +51,17 @@ def _scale_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     return next(filter(None, kept), None) or same_call(localizer, node)
 
 
+def _apart_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """Keep padding, of which an element may have no value or no slope, away from gradients and what is made of it."""
+    own = localizer.axis_map.of(node)
+    if not (has_gradients(node.meta["val"]) and any(localizer.divided.get(ax.find(axis)) for axis in own)):
+        return same_call(localizer, node)
+    for source in differentiable_arguments(node):
+        value = localizer.whole(source)
+        localizer.values[source] = localizer.clear_padding(value, localizer.axis_map.of(source))
+    return localizer.clear_padding(same_call(localizer, node), own)
+
+
 def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Transposed where an argument is; the others are transposed to broadcast against it, a view."""
     orders = [writer.order(n) for n in node.all_input_nodes if n in writer.orders]
@@ -86,23 +98,29 @@ def _make_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 _SAFE = Trait.PADDING_SAFE
-POINTWISE = OperatorRules(axes=broadcast, placed=proof.elementwise, order=elementwise_order)
-_SAME = replace(POINTWISE, of_partial=proof.keep_partial, traits=Trait.TAKES | _SAFE)
-_NEG = replace(_SAME, keeps="nothing", traits=Trait.SCALES)
+POINTWISE = OperatorRules(
+    axes=broadcast, local=_apart_local, placed=proof.elementwise, order=elementwise_order, traits=_SAFE
+)
+_SAME = replace(POINTWISE, local=same_call, of_partial=proof.keep_partial, traits=_SAFE | Trait.TAKES)
+_NEG = replace(_SAME, keeps="nothing", traits=_SAFE | Trait.SCALES)
 _CAST = replace(_NEG, traits=_SAFE | Trait.CASTS)
 _LAY_OUT = replace(_NEG, traits=_SAFE | Trait.LAYS_OUT)
-_LINEAR = replace(POINTWISE, traits=Trait.LINEAR)
+_LINEAR = replace(POINTWISE, traits=_SAFE | Trait.LINEAR)
 _ADD = replace(_LINEAR, local=add_local, of_partial=proof.add_partial, backward=_add_backward)
 _DIV = replace(
-    POINTWISE, of_partial=proof.linear_in(0), backward=_scale_backward, traits=_SAFE | Trait.SCALES
+    POINTWISE,
+    local=same_call,
+    of_partial=proof.linear_in(0),
+    backward=_scale_backward,
+    traits=_SAFE | Trait.SCALES,
 )
 _KEEPS_RESULT = replace(POINTWISE, keeps="result")
 _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=lambda *_: proof.WHOLE)
-_FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=Trait.FILLS)
+_FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=_SAFE | Trait.FILLS)
 
 RULES: Mapping[Any, OperatorRules] = {
     **{getattr(aten, name): POINTWISE for name in _OTHERS},
-    aten.add: replace(_ADD, traits=_SAFE | Trait.LINEAR),
+    aten.add: _ADD,
     aten.sub: replace(_ADD, local=same_call),
     aten.div: _DIV,
     aten.mul: replace(_DIV, local=_scale_local, of_partial=proof.linear_in(0, 1)),
@@ -115,7 +133,7 @@ RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.where, aten.rsub), replace(_LINEAR, keeps="nothing")),
     aten.nan_to_num: _LINEAR,
     **dict.fromkeys((aten.exp, aten.sigmoid, aten.relu, aten.sqrt, aten.rsqrt), _KEEPS_RESULT),
-    aten.tanh: replace(_KEEPS_RESULT, traits=_SAFE),
+    aten.tanh: replace(_KEEPS_RESULT, local=same_call),
     **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), _LIKE),
     **dict.fromkeys((aten.zeros, aten.ones, aten.full), _FILL),
 }

@@ -22,6 +22,7 @@ class Trait(Flag):
     NONE = 0
     PADDING_SAFE = auto()  # rows of zeros behind the end of its arguments mean nothing to it
     KNOWS_SIZE = auto()  # a contraction that knows its true size, and so may be padded
+    NUMBERS = auto()  # a contraction that knows each row by its number: a rank must have consecutive ones
     RESHAPES = auto()  # its result has the elements of its argument in the same order, in another shape
     SQUEEZES = auto()  # adds or drops dimensions of size 1
     PERMUTES = auto()  # moves dimensions

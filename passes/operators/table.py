@@ -16,6 +16,7 @@ from autoptd.passes.operators import (
     pointwise,
     products,
     reductions,
+    scores,
     views,
     vocabulary,
 )
@@ -24,7 +25,7 @@ from autoptd.passes.operators.unfamiliar import UNFAMILIAR
 
 __all__ = ["OPERATORS", "Trait", "has_trait", "rules_of", "strip"]
 
-_FAMILIES = (attention, einsums, kernels, pieces, pointwise, products, reductions, views, vocabulary)
+_FAMILIES = (attention, einsums, kernels, pieces, pointwise, products, reductions, scores, views, vocabulary)
 OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
 
 

@@ -206,6 +206,7 @@ def _reshape_copies(given: Sequence[Any], value: Any) -> int:
     return 0 if is_view(given[0], value.shape) else float_bytes(given[0])
 
 
+_SAFE = Trait.PADDING_SAFE
 _MOVE = OperatorRules(axes=mapped_axes(), placed=move_placed, of_partial=proof.keep_partial)
 _RESHAPE = OperatorRules(
     axes=_reshape_axes,
@@ -214,26 +215,22 @@ _RESHAPE = OperatorRules(
     of_partial=proof.keep_partial,
     order=_reshape_order,
     copies=_reshape_copies,
-    traits=Trait.PADDING_SAFE | Trait.RESHAPES,
+    traits=_SAFE | Trait.RESHAPES,
 )
-_PERMUTE = replace(_MOVE, order=_permute_order, traits=Trait.PERMUTES)
-_TRANSPOSE = replace(_PERMUTE, traits=Trait.PADDING_SAFE | Trait.PERMUTES)
+_PERMUTE = replace(_MOVE, order=_permute_order, traits=_SAFE | Trait.PERMUTES)
 _DROP = replace(_MOVE, order=partial(drop_order, picks=True), backward=view_backward)
-_EXPAND = replace(_DROP, local=sized_local(1), order=_expand_order, traits=Trait.REPEATS)
+_EXPAND = replace(_DROP, local=sized_local(1), order=_expand_order, traits=_SAFE | Trait.REPEATS)
 _PAD = OperatorRules(axes=mapped_axes("pads it"), placed=move_placed, order=_pad_order, traits=Trait.PADS)
 _PAIR = OperatorRules(axes=mapped_axes("makes numbers of it"), placed=move_placed)
 
 RULES: Mapping[Any, OperatorRules] = {
-    **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten), _RESHAPE),
-    aten.unflatten: replace(_RESHAPE, traits=Trait.RESHAPES),
-    aten.transpose: _TRANSPOSE,
-    **dict.fromkeys((aten.swapaxes, aten.permute), _PERMUTE),
-    aten.swapdims: replace(_PERMUTE, order=None),
-    **dict.fromkeys((aten.t, aten.numpy_T), replace(_TRANSPOSE, order=None)),
-    aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=Trait.SQUEEZES),
-    aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=Trait.SQUEEZES),
+    **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), _RESHAPE),
+    **dict.fromkeys((aten.transpose, aten.swapaxes, aten.permute), _PERMUTE),
+    **dict.fromkeys((aten.swapdims, aten.t, aten.numpy_T), replace(_PERMUTE, order=None)),
+    aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=_SAFE | Trait.SQUEEZES),
+    aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=_SAFE | Trait.SQUEEZES),
     **dict.fromkeys((aten.expand, aten.broadcast_to), _EXPAND),
-    aten.select: replace(_DROP, axes=mapped_axes("selects from it"), traits=Trait.TAKES),
+    aten.select: replace(_DROP, axes=mapped_axes("selects from it"), traits=_SAFE | Trait.TAKES),
     aten.unbind: replace(_DROP, axes=mapped_axes("takes it apart")),
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), _PAD),
     **dict.fromkeys((aten.view_as_complex, aten.view_as_real), _PAIR),
