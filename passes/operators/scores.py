@@ -93,8 +93,9 @@ def _softmax_local(localizer: Localizer, node: fx.Node, axis: ax.Axis, *, logari
         x = write(aten.to.dtype, x, dtype)
     args = (localizer.rank, x, dim, axis.size, True)
     total = localizer.add(kernels.logsumexp, args, node, name=f"{node.name}_total")
-    made = localizer.clear_padding(write(aten.sub.Tensor, x, total), localizer.axis_map.of(node))
-    made = made if logarithm else write(aten.exp.default, made)
+    made = write(aten.sub.Tensor, x, total)
+    if not logarithm:
+        made = write(aten.exp.default, localizer.clear_padding(made, localizer.axis_map.of(node)))
     return made if made.meta["val"].dtype == dtype else write(aten.to.dtype, made, dtype)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,10 +170,14 @@ def measure_share(program: autoptd.CompiledProgram) -> float:
     return total / program.manifest.model_flops
 
 
-def check_form(name: str, vocabulary: int, mesh: tuple[int, int, int]) -> autoptd.CompiledProgram:
+def compile_form(name: str, vocabulary: int, mesh: tuple[int, int, int]) -> autoptd.CompiledProgram:
     torch.manual_seed(0)
     example = {name: torch.randint(0, vocabulary, (2, LENGTH)) for name in ("ids", "labels")}
-    program = autoptd.compile(Model(FORMS[name], vocabulary).double(), mesh, example_inputs=example)
+    return autoptd.compile(Model(FORMS[name], vocabulary).double(), mesh, example_inputs=example)
+
+
+def check_form(name: str, vocabulary: int, mesh: tuple[int, int, int]) -> autoptd.CompiledProgram:
+    program = compile_form(name, vocabulary, mesh)
     assert program.manifest.parameters["embed.weight"].placement["tensor"].dim == 0, program.log
     report = program.verify()
     assert abs(report.loss - report.reference_loss) <= 1e-12 * abs(report.reference_loss)
@@ -239,3 +245,50 @@ def test_soft_labels_of_the_batch_are_taken_by_the_ranks(vocabulary: int) -> Non
     program = autoptd.compile(Soft(FORMS["entropy"], vocabulary).double(), (2, 1, 1), example_inputs=example)
     assert program.manifest.parameters["embed.weight"].placement["tensor"].dim == 0, program.log
     assert max(program.verify().gradient_errors.values()) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("found", "edited", "message"),
+    [
+        (
+            "head, dim=-1, vocabulary=13",
+            "head, dim=-1, vocabulary=12",
+            "has vocabulary=12, where head has 13 rows",
+        ),
+        (
+            "head, dim=-1, vocabulary=13",
+            "tanh, dim=-1, vocabulary=13",
+            "reads tanh, .* divided along dimension 2",
+        ),
+        (
+            "log_softmax_total_f)",
+            "log_softmax_total)",
+            "log_softmax .* is divided and reads log_softmax_total as it is",
+        ),
+        (
+            "aten.squeeze(gather, -1)",
+            "aten.squeeze(aten.slice(log_softmax, 2, 0, 1), -1)",
+            "takes rows 0 to 0",
+        ),
+    ],
+)
+def test_a_wrong_edit_is_refused(found: str, edited: str, message: str, tmp_path: Path) -> None:
+    program = compile_form("log_softmax and gather", 13, (2, 1, 1))
+    program.save(tmp_path)
+    (text,) = tmp_path.glob("program_*.py")
+    assert found in text.read_text()
+    text.write_text(text.read_text().replace(found, edited))
+    with pytest.raises(autoptd.ProgramError, match=message):
+        autoptd.load(tmp_path).check()
+
+
+def test_what_is_replicated_has_its_operator_and_reason_in_the_log() -> None:
+    def loss(model: Model, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits: Tensor = model.head(F.layer_norm(hidden, (WIDTH,)))
+        return F.cross_entropy(logits.mT, labels) + logits.topk(2)[0].mean()
+
+    model = Model(loss, 12)
+    ids = torch.randint(0, 12, (2, LENGTH))
+    program = autoptd.compile(model, (2, 1, 1), example_inputs={"ids": ids, "labels": ids})
+    (line,) = (line for line in program.log if line.startswith("weight of shape [12, 6]"))
+    assert re.search(r"because no rule divides aten.topk \(.*\); aten.layer_norm \(.*: embed.weight", line)
