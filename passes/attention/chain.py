@@ -17,7 +17,7 @@ from autoptd.passes.attention.products import Product, Result, Step, call_name, 
 from autoptd.passes.ir.nodes import called, shape_of
 from autoptd.passes.operators.table import Trait, has_trait, strip
 from autoptd.runtime import kernels
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 
 Number = Callable[[Any], "float | None"]
 SHAPED = Trait.RESHAPES | Trait.LAYS_OUT

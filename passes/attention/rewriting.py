@@ -20,7 +20,7 @@ from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, 
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, kernels
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 
 _MOVES = Trait.RESHAPES | Trait.PERMUTES | Trait.LAYS_OUT
 _FLASH_SIZE = 256  # the largest head that torch's flash attention takes

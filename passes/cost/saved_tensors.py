@@ -21,7 +21,7 @@ from autoptd.passes.operators.quantities import Number, Sizes, tensor_arguments
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.precision import widen
+from autoptd.runtime.kernels.operands import widen
 from autoptd.runtime.kernels.vocabulary import keeps_softmax, leaves_to_torch
 from autoptd.runtime.program.mesh import Mesh
 

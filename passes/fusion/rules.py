@@ -37,7 +37,7 @@ from autoptd.passes.ir.products import find_factors, read_product
 from autoptd.passes.ir.program import Program, Stage, copy_graph, find_trained
 from autoptd.passes.operators.table import OPERATORS, Trait
 from autoptd.runtime import aten, kernels
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 from autoptd.runtime.program.placement import REPLICATED
 
 NEAR = 8  # GEMMs allowed within a chain: branches of one layer wait for each other

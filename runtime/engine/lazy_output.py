@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only  # private, with no public twin
 
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Reduction
-from autoptd.runtime.kernels.precision import widen
+from autoptd.runtime.kernels.operands import widen
 from autoptd.runtime.program.manifest import Result
 
 aten = torch.ops.aten

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autoptd.runtime.engine.dynamo import leave_uncompiled
-from autoptd.runtime.kernels.scaling import scale_rows
+from autoptd.runtime.kernels.registration import find_kernels
 from autoptd.runtime.optimizer.gradient_sums import Row, read_gradients
 
 
@@ -109,3 +109,15 @@ def _is_asked_for(parameter: Tensor) -> bool:
     except RuntimeError:  # torch does not answer for tensors asked for, whose nodes are not run
         return True
     return False
+
+
+def scale_rows(rows: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply `rows` in place by `factor`, of one element; a factor of 1 costs neither a pass nor a wait."""
+    if factor.is_cpu and factor.item() == 1:
+        return
+    for row in rows:
+        kernels = find_kernels("elementwise", row, factor)
+        if kernels is None:
+            row.mul_(factor)
+        else:
+            kernels.scale_row(row, factor)

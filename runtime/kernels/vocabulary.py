@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.linear import SUM
+from autoptd.runtime.kernels.operands import HALF, widen
 from autoptd.runtime.kernels.partial_sums import sum_over_ranks
-from autoptd.runtime.kernels.precision import HALF, widen
 from autoptd.runtime.kernels.registration import define_operator, find_kernels, runs_plainly
 
 # Elements worked on at once in plain torch: on a CPU few enough to stay in its cache.

@@ -23,7 +23,7 @@ from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.engine.last_step import LastStep
 from autoptd.runtime.engine.lazy_output import LazyOutput
 from autoptd.runtime.guards.optimizer_watch import watch_divided, watch_steps
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 from autoptd.runtime.module.bound_weights import BoundWeights
 from autoptd.runtime.module.gradient_norm import clip_gradients, clip_over_ranks
 from autoptd.runtime.module.step_runner import StepRunner
