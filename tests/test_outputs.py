@@ -131,10 +131,12 @@ def test_outputs_are_the_plain_models(mesh: Mesh, tmp_path: Path) -> None:
 )
 def test_outputs_of_transformers(make: Any, mesh: Mesh, options: dict[str, Any]) -> None:
     asked = ("logits", "hidden_states")
-    program = autoptd.compile(make_hugging_face(make), mesh, outputs=asked, num_microbatches=4, **options)
+    model = make_hugging_face(make)
+    program = autoptd.compile(model, mesh, outputs=asked, num_microbatches=4, **options)
     report = program.verify()
     assert report.passed
     assert len(report.output_errors) == ODD.n_layer + 2
+    assert len(model(torch.ones(1, 8).long()).hidden_states) == ODD.n_layer + 1  # its hooks are as they were
 
 
 def test_reading_sends_what_is_read() -> None:

@@ -88,7 +88,6 @@ def capture(
     with dtypes, said_causal, assuming() as assumed:
         with keeping_attributes(objective):
             exported = _export(objective, values, functions)
-            paths = tuple(objective.result.outputs)  # of this call of the model
         differences = tuple(_compare_modes(objective, mode, values))
     unchecked = "is an assertion on data, and not in the program: a step checks row numbers and labels"
     notes = (*functions.check(), *differences, *(f"{line} {unchecked}" for line in assumed))
@@ -99,7 +98,7 @@ def capture(
             "them, neither for you nor for the next call. Return beside the loss what you want to see, and name it in "
             "outputs="
         )
-    graph = _build_graph(exported, tensors, examples, paths)
+    graph = _build_graph(exported, tensors, examples, tuple(objective.result.outputs))
     stage = Stage(graph, tensors.parameters, fx.Graph())
     log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers

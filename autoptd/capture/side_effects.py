@@ -34,9 +34,10 @@ class SideEffectError(ValueError):
 
 @contextmanager
 def keeping_attributes(objective: nn.Module) -> Iterator[None]:
-    """Restore after the block what modules and scopes held: attributes, buffers, modes, and their containers."""
+    """Restore after the block what modules and scopes held: attributes, buffers, hooks, modes, and their containers."""
     parts = list(objective.modules())
-    holders: list[Any] = [vars(objective), *(part._buffers for part in parts)]
+    own = (x for part in parts for x in (part._buffers, part._forward_hooks, part._forward_pre_hooks))
+    holders: list[Any] = [vars(objective), *own]
     holders += [vars(held) if _is_object(held) else held for _, held in _holders(objective)]
     kept = [(h, h.read() if isinstance(h, Scope) else copy.copy(h)) for h in holders]
     try:

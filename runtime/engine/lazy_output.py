@@ -23,7 +23,7 @@ class RankPart:
     """This rank's part of an output of a call, and the ways to read all of it: each is a collective of all ranks.
 
     `local` has the tensors of all microbatches, stacked, on pipeline rank `source`; None elsewhere. `result` describes
-    those of one microbatch. What is read is this replica's.
+    those of one microbatch. What is read is this replica's, and `whole` is all of it, once it was read.
     """
 
     result: Result
@@ -31,22 +31,14 @@ class RankPart:
     source: int
     connection: Connection
     local: Tensor | None
-    whole: Tensor | None = None  # once it was read
+    whole: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.rank, self.on = self.connection.rank, self.result.placement["tensor"]
+        self.group, self.on = self.connection.rank.group("tensor"), self.result.placement["tensor"]
         last, segments = len(self.result.shape) - 1, self.on.segments
         run = self.on.dim == last and len(segments) == segments[0].outer == 1
         # Each rank has the last dimension, or a run of it, so that it can be reduced before it is sent.
-        self.is_reducible = self.result.batch_dim != last and last >= 0 and (self.on.dim is None or run)
-
-    @property
-    def shape(self) -> list[int]:
-        """The shape of the whole."""
-        shape, dim = list(self.result.shape), self.result.batch_dim
-        if dim is None:
-            return [self.microbatches, *shape]
-        return [*shape[:dim], self.microbatches * shape[dim], *shape[dim + 1 :]]
+        self.is_reducible = self.result.batch_dim != last >= 0 and (self.on.dim is None or run)
 
     def full(self) -> Tensor:
         """Return the whole."""
@@ -59,14 +51,12 @@ class RankPart:
 
         def find(local: Tensor) -> Tensor:
             start, count = self._columns()
-            largest, index = (
-                local[..., :count].max(-1) if count else (local[..., 0].clone().fill_(-torch.inf),) * 2
-            )
+            own = local[..., :count] if count else torch.full_like(local, -torch.inf)
+            largest, index = own.max(-1)
             if self.on.dim is None:
                 return index
-            group = self.rank.group("tensor")
-            owner = torch.stack(group.all_gather(largest)).argmax(0, keepdim=True)
-            return torch.stack(group.all_gather(index.long() + start)).gather(0, owner)[0]
+            owner = torch.stack(self.group.all_gather(largest)).argmax(0, keepdim=True)
+            return torch.stack(self.group.all_gather(index + start)).gather(0, owner)[0]
 
         return self._share(find, self.result.shape[:-1], torch.int64)
 
@@ -75,61 +65,63 @@ class RankPart:
 
         Three numbers a row leave each rank.
         """
-        dtype = widen(self.result.dtype)
-
-        def find(local: Tensor) -> Tensor:
-            return torch.stack(
-                [self._find_log_prob(*row) for row in zip(local, self._split(classes), strict=True)]
+        dtype, dim, legal = widen(self.result.dtype), self.result.batch_dim, classes >= 0
+        legal &= classes < self.result.shape[-1]
+        own = classes.masked_fill(~legal, 0)
+        if not self.is_reducible:
+            found = self.full().to(dtype).log_softmax(-1).gather(-1, own[..., None])[..., 0]
+        else:
+            rows = own if dim is None else own.unflatten(dim, (self.microbatches, -1)).movedim(dim, 0)
+            found = self._share(
+                lambda local: torch.stack([self._weigh(*row) for row in zip(local, rows, strict=True)]),
+                self.result.shape[:-1],
+                dtype,
             )
+        return found.masked_fill(~legal, 0)
 
-        found = self._share(find, self.result.shape[:-1], dtype)
-        return found.masked_fill((classes < 0) | (classes >= self.result.shape[-1]), 0)
-
-    def _find_log_prob(self, logits: Tensor, classes: Tensor) -> Tensor:
+    def _weigh(self, logits: Tensor, classes: Tensor) -> Tensor:
+        """Return the log-probabilities of a microbatch's `classes`."""
         start, count = self._columns()
-        own = logits[..., :count].to(widen(logits.dtype))
+        own, column = logits[..., :count].to(widen(logits.dtype)), classes - start
         largest = own.amax(-1) if count else own.new_full(own.shape[:-1], -torch.inf)
         largest = self._reduce(largest, "max")
-        total = (own - largest[..., None]).exp().sum(-1)
-        column = classes - start
         here = (column >= 0) & (column < count)
         aim = logits.gather(-1, column.masked_fill(~here, 0)[..., None])[..., 0].to(own.dtype) - largest
+        total = (own - largest[..., None]).exp().sum(-1)
         total, aim = self._reduce(torch.stack([total, aim.masked_fill(~here, 0)])).unbind()
         return aim - total.log()
 
     def _reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        return x if self.on.dim is None else self.rank.group("tensor").all_reduce(x, op)
+        return x if self.on.dim is None else self.group.all_reduce(x, op)
 
     def _columns(self) -> tuple[int, int]:
         """Return the first place of the last dimension that this rank has, and the number of these without padding."""
         count = self.result.shape[-1]
         if self.on.dim is None:
             return 0, count
-        group = self.rank.group("tensor")
-        width = self.on.segments[0].rows // group.size
-        return width * group.index, max(0, min(width, count - width * group.index))
+        width = self.on.segments[0].rows // self.group.size
+        return width * self.group.index, max(0, min(width, count - width * self.group.index))
 
     def _join(self, local: Tensor) -> Tensor:
         """Return all tensor ranks' parts together."""
         if self.on.dim is None:
             return local
-        return replace(self.on, dim=self.on.dim + 1).join(self.rank.group("tensor").all_gather(local))
+        return replace(self.on, dim=self.on.dim + 1).join(self.group.all_gather(local))
 
     def _share(self, make: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return what the ranks with the output `make` of it, of this `shape` a microbatch, on all of them."""
-        at, group = self.connection, self.rank.group("pipeline")
+        at, rank = self.connection, self.connection.rank
         with torch.no_grad(), at.position.collective_call("read an output"), at.exchange():
             if self.local is None:
-                made = torch.empty(self.microbatches, *shape, dtype=dtype, device=self.rank.device)
+                made = torch.empty(self.microbatches, *shape, dtype=dtype, device=rank.device)
             else:
                 made = make(self.local)
-            made, dim = group.broadcast(made, self.source), self.result.batch_dim
-        return made if dim is None else made.movedim(0, dim).flatten(dim, dim + 1)
+            return self.merge(rank.group("pipeline").broadcast(made, self.source))
 
-    def _split(self, x: Tensor) -> Tensor:
-        """Return a tensor of the whole call with its microbatches stacked."""
+    def merge(self, stacked: Tensor) -> Tensor:
+        """Return a tensor of a whole call from those of its microbatches, stacked."""
         dim = self.result.batch_dim
-        return x if dim is None else x.unflatten(dim, (self.microbatches, -1)).movedim(dim, 0)
+        return stacked if dim is None else stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
 class LazyOutput(Tensor):
@@ -145,9 +137,9 @@ class LazyOutput(Tensor):
 
     @staticmethod
     def __new__(cls, part: RankPart) -> LazyOutput:
-        own: LazyOutput = Tensor._make_wrapper_subclass(
-            cls, part.shape, dtype=part.result.dtype, device=part.rank.device
-        )
+        shape = part.merge(torch.empty(part.microbatches, *part.result.shape, device="meta")).shape
+        about: Any = {"dtype": part.result.dtype, "device": part.connection.rank.device}
+        own: LazyOutput = Tensor._make_wrapper_subclass(cls, shape, **about)
         own.part = part
         return own
 
@@ -170,11 +162,7 @@ class LazyOutput(Tensor):
                 f"log_prob of {self} was given classes {list(classes.shape)} of {classes.dtype}; expected "
                 f"{list(self.shape[:-1])} of torch.int64: one for each row (labels of next tokens, moved by one)"
             )
-        if self.part.is_reducible:
-            return _read(self.requires_grad, lambda: self.part.log_prob(classes))
-        legal = (classes >= 0) & (classes < self.shape[-1])
-        found = self.full().to(widen(self.dtype)).log_softmax(-1)
-        return found.gather(-1, classes.masked_fill(~legal, 0)[..., None])[..., 0].masked_fill(~legal, 0)
+        return _read(self.requires_grad, lambda: self.part.log_prob(classes))
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.full().numpy(force=force)  # torch's own reads memory that is not here
