@@ -169,13 +169,13 @@ def refuse_forgotten(parallel: nn.Module, plain: Iterable[tuple[str, Tensor]]) -
 
 
 def watch_steps(parallel: nn.Module, marks: StateMarks, steps: StepLog) -> None:
-    """Note in `steps` from now on each optimizer's step of parameters of `parallel`, and its options."""
+    """Note in `steps` from now on which parameters of `parallel` an optimizer steps by gradients, and its options."""
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Note a step that was made: one that broke off may be tried again; one inside of another is of that."""
         options = [key for key in optimizer.defaults if key not in IMPLEMENTATIONS]
         for group in optimizer.param_groups:
-            names = [name for p in group["params"] for name in marks.names(p)]
+            names = [name for p in group["params"] if p.grad is not None for name in marks.names(p)]
             if names and not marks.whole_steps:
                 steps.add(names, {key: group[key] for key in options if key in group})
 

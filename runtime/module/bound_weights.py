@@ -52,6 +52,7 @@ class BoundWeights:
         """Let the optimizer step `shards` from now on, and no parameter of `module` that is in one."""
         self.shards = tuple(shards)
         sharded = {name for shard in shards for name in shard.names}
+        self.whole.taken = {name: here for name, here in self.whole.taken.items() if name not in sharded}
         self.watch = ParameterWatch(self.manifest, module, sharded)
         self.marks.hold(self.watch.parameters, self.shards, self.whole.taken)
         self.narrow = {name: x for name, x in self.narrow.items() if name not in sharded}

@@ -76,7 +76,7 @@ class WholeParameters:
             if name in self._steppers:
                 replica, index = self._steppers[name]
                 if replica == self._data.index:
-                    whole = self._tensor.broadcast(wholes.get(name, own).contiguous(), index)
+                    whole = self._tensor.broadcast(wholes[name].contiguous(), index)
                     own = on_tensor.take(whole, self._tensor.size, self._tensor.index)
                 own = self._data.broadcast(own, replica)
             if name in self._tied:
@@ -93,9 +93,9 @@ class WholeParameters:
             p, on_tensor = self._parameters[name], self._known[name].placement["tensor"]
             steps = (place := self._steppers.get(name)) == self._here
             divided = on_tensor.dim is not None and self._tensor.size > 1
+            self._kept[name] = p.data, p.grad
             if steps and not divided:
                 continue
-            self._kept[name] = p.data, p.grad
             gathered: list[list[Tensor]] = []
             if divided and place is not None and place[0] == self._data.index:
                 gathered = [self._tensor.all_gather(x) for x in self._kept[name] if x is not None]

@@ -274,6 +274,23 @@ def test_ranks_of_a_stage_make_the_same_steps(mesh: tuple[int, int, int], sharde
     assert f"of ranks {[2, 3] if mesh[0] == 2 else [1, 3]}, which have" in text
 
 
+def test_ranks_of_a_stage_step_by_the_same_gradients() -> None:
+    """One may be dropped by a norm, say, which of a slice is another on each rank."""
+    chain = Chain((2, 1, 1), "gpipe", 1, 2)
+
+    def body(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
+        parallel(**chain.batch())["loss"].backward()
+        if connection.world.index == 1:
+            parallel.get_parameter("layer.0.column.weight").grad = None
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"steps .* were different on rank 1 than on rank 0"):
+            parallel(**chain.batch())
+
+    run_threads(chain.manifest, body)
+
+
 @pytest.mark.parametrize(
     ("mesh", "sharded"), [((2, 1, 1), False), ((1, 2, 1), False), ((1, 1, 2), True), ((2, 1, 1), True)]
 )
