@@ -43,25 +43,21 @@ class WholeParameters:
         self._kept: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._groups: list[list[nn.Parameter]] = []
 
-    def list_names(self, optimizer: Optimizer) -> list[str]:
-        """Return the parameters that `optimizer` may step, in the same order on every rank."""
+    def take(self, optimizer: Optimizer) -> list[str]:
+        """Let `optimizer` have the states of what this rank steps alone; return all that it may step, in our order."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         known = self._parameters.items()
-        return [name for name, p in known if id(p) in held and (p.requires_grad or p.grad is not None)]
-
-    def take(self, optimizer: Optimizer) -> list[str]:
-        """Let an `optimizer` of whole parameters have states of those alone that this rank steps; return all names."""
-        names = self.list_names(optimizer)
-        self.taken |= {name: self._steppers.get(name) == self._here for name in names}
-        for name in (name for name in names if not self.taken[name]):
-            optimizer.state.pop(self._parameters[name], None)
+        names = [name for name, p in known if id(p) in held and (p.requires_grad or p.grad is not None)]
+        for name in names:
+            self.taken[name] = self._steppers.get(name) == self._here
+            if not self.taken[name]:
+                optimizer.state.pop(self._parameters[name], None)
         return names
 
     def begin(self, optimizer: Optimizer) -> None:
         """Make the parameters whole that `optimizer` is about to step, and leave it those that this rank steps."""
-        names = self.take(optimizer)
-        self.open(names)
-        others = {id(self._parameters[name]) for name in names if not self.taken[name]}
+        self.open(self.take(optimizer))
+        others = {id(self._parameters[name]) for name in self._kept if not self.taken[name]}
         self._groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in others]
@@ -70,13 +66,12 @@ class WholeParameters:
         """Send what `optimizer` has stepped to all ranks that hold rows of it."""
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
-        wholes = self.close()
-        for name in self.list_names(optimizer):
+        for name, whole in self.close().items():
             own, on_tensor = self._parameters[name].detach(), self._known[name].placement["tensor"]
             if name in self._steppers:
                 replica, index = self._steppers[name]
                 if replica == self._data.index:
-                    whole = self._tensor.broadcast(wholes[name].contiguous(), index)
+                    whole = self._tensor.broadcast(whole.contiguous(), index)
                     own = on_tensor.take(whole, self._tensor.size, self._tensor.index)
                 own = self._data.broadcast(own, replica)
             if name in self._tied:
@@ -91,19 +86,18 @@ class WholeParameters:
         """
         for name in names:
             p, on_tensor = self._parameters[name], self._known[name].placement["tensor"]
-            steps = (place := self._steppers.get(name)) == self._here
             divided = on_tensor.dim is not None and self._tensor.size > 1
-            self._kept[name] = p.data, p.grad
-            if steps and not divided:
-                continue
-            gathered: list[list[Tensor]] = []
-            if divided and place is not None and place[0] == self._data.index:
-                gathered = [self._tensor.all_gather(x) for x in self._kept[name] if x is not None]
+            self._kept[name] = slices = p.data, p.grad
             p.grad, p.data = None, p.new_zeros(()).expand(self._known[name].shape)
-            if steps:
-                whole, *gradient = map(on_tensor.join, gathered)
-                p.data = self._memory.setdefault(name, whole).copy_(whole)
-                p.grad = gradient[0] if gradient else None
+            if name in self._steppers and self._steppers[name][0] == self._data.index:
+                whole, *gradient = (
+                    on_tensor.join(self._tensor.all_gather(x)) if divided else x
+                    for x in slices
+                    if x is not None
+                )
+                if self._steppers[name] == self._here:
+                    p.data = self._memory.setdefault(name, whole).copy_(whole)
+                    p.grad = gradient[0] if gradient else None
 
     def close(self) -> dict[str, Tensor]:
         """Put the slices, and their gradients, in the place of what `open` made; return that."""
