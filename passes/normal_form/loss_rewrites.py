@@ -15,40 +15,22 @@ from autoptd.runtime import aten
 NONE, MEAN = 0, 1  # of torch's numbers for reductions
 
 
-def write_cross_entropy(call: Call) -> fx.Node | None:
-    """Write [N, classes, ..] as rows; a loss against probabilities as torch computes it."""
-    if call.args[1].meta["val"].is_floating_point():
-        return _write_soft(call) if call.argument("weight") is None else None
-    return _write_rows(call, aten.cross_entropy_loss.default, call.source, call.argument("label_smoothing"))
-
-
-def write_nll_loss(call: Call) -> fx.Node | None:
-    """Write the loss of a log_softmax as its cross-entropy."""
-    x = call.source
-    shape = list(x.meta["val"].shape)
-    if len(shape) > 2:
-        x = _put_classes_last(call, x)
-        shape = [x.meta["val"].shape.numel() // shape[1], shape[1]]
-    scores = _read_log_softmax(call, x, shape) if len(shape) == 2 else None
-    if scores is None:
-        return _write_rows(call, aten.nll_loss_nd.default, call.source)
-    return _write_rows(call, aten.cross_entropy_loss.default, scores, 0.0)
-
-
-def _write_rows(call: Call, target: Any, x: fx.Node, *more: Any) -> fx.Node | None:
-    """Write the loss `target` of the rows of x; None where the call is that."""
-    labels, val = call.args[1], x.meta["val"]
-    if val.dim() <= 2 and x is call.source:
+def write_loss(call: Call) -> fx.Node | None:
+    """Write a loss of [N, classes, ..] by rows, and that of a log_softmax as its cross-entropy."""
+    target, x, labels = call.node.target, call.source, call.args[1]
+    if labels.meta["val"].is_floating_point():
+        return _write_soft(call)
+    if call.given.dim() > 2:
+        classes = call.given.shape[1]
+        x = call.reshape(_put_classes_last(call, x), [call.given.numel() // classes, classes])
+    options = [call.argument(name) for name in ("weight", "reduction", "ignore_index")]
+    if target is aten.cross_entropy_loss.default:
+        options.append(call.argument("label_smoothing"))
+    elif (scores := _read_log_softmax(call, x)) is not None:
+        target, x = aten.cross_entropy_loss.default, scores
+    if x is call.source:
         return None
-    if val.dim() > 2:
-        x = call.reshape(_put_classes_last(call, x), [-1, val.shape[1]])
-    rows = [x.meta["val"].shape[0]]
-    if list(labels.meta["val"].shape) != rows:
-        labels = call.reshape(labels, rows)
-    options = (call.argument("weight"), call.argument("reduction"), call.argument("ignore_index"), *more)
-    if options[1] != NONE or list(call.val.shape) == rows:
-        return call.emit(target, x, labels, *options)
-    losses = call.derive(target, x, labels, *options)
+    losses = call.derive(target, x, call.reshape(labels, [len(x.meta["val"])]), *options)
     return call.reshape(losses, list(call.val.shape))
 
 
@@ -61,23 +43,26 @@ def _put_classes_last(call: Call, x: fx.Node) -> fx.Node:
     return x if order == sorted(order) else call.derive(aten.permute.default, x, order)
 
 
-def _read_log_softmax(call: Call, node: fx.Node, shape: list[int]) -> fx.Node | None:
-    """Return the scores of which `node`, perhaps reshaped, is the log_softmax, in that `shape`; None for others."""
-    val = node.meta["val"]
+def _read_log_softmax(call: Call, logarithms: fx.Node) -> fx.Node | None:
+    """Return rows of scores whose log_softmax, perhaps reshaped, are these `logarithms`; None where they are others."""
+    node, val = logarithms, logarithms.meta["val"]
     while has_trait(node, Trait.RESHAPES):
         (node,) = node.all_input_nodes
     given: Any = node.args
-    own = node.meta["val"]
-    last = own.shape[-1:] == val.shape[-1:] and given[1:2] in ((-1,), (own.dim() - 1,))
+    shape = node.meta["val"].shape
+    last = val.dim() == 2 and shape[-1] == val.shape[-1] and given[1:2] in ((-1,), (len(shape) - 1,))
     if not last or not has_trait(node, Trait.LOG_SOFTMAX):
         return None
     (x,) = node.all_input_nodes
     if x.meta["val"].dtype != val.dtype:
         x = call.derive(aten.to.dtype, x, val.dtype)
-    return x if list(x.meta["val"].shape) == shape else call.reshape(x, shape)
+    return call.reshape(x, list(val.shape))
 
 
-def _write_soft(call: Call) -> fx.Node:
+def _write_soft(call: Call) -> fx.Node | None:
+    """Write the loss against probabilities as torch computes it, without class weights."""
+    if call.argument("weight") is not None:
+        return None
     target, smoothing = call.argument("target"), call.argument("label_smoothing")
     dim = min(1, call.given.dim() - 1)
     classes = call.given.shape[dim]

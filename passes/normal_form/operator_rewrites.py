@@ -117,26 +117,16 @@ def _chunk(call: Call) -> fx.Node | None:
     return call.emit(aten.split.Tensor, call.source, call.val[0].shape[dim], dim)
 
 
-def _transpose(call: Call) -> fx.Node | None:
-    dims = call.given.dim()
-    if dims < 2:
-        return call.source
-    if dims == 2:
-        return call.emit(aten.transpose.int, call.source, 0, 1)
-    return call.emit(aten.permute.default, call.source, list(reversed(range(dims))))
-
-
-def _permute(call: Call) -> fx.Node:
-    """Write an operator that moves dimensions, found by dimensions of different sizes, as one that lists them all."""
-    twin = torch.empty([*range(call.given.dim())], device="meta")
-    order = list(call.node.target(twin, *call.args[1:], **call.kwargs).shape)  # type: ignore[operator]
-    return call.emit(aten.permute.default, call.source, order)
-
-
-def _matrix_transpose(call: Call) -> fx.Node | None:
+def _permute(call: Call) -> fx.Node | None:
+    """Write an operator that moves dimensions as ``transpose`` or ``permute``, from what becomes of different sizes."""
     if call.val.is_complex():
         return None
-    return call.emit(aten.transpose.int, call.source, call.given.dim() - 2, call.given.dim() - 1)
+    twin = torch.empty([*range(call.given.dim())], device="meta")
+    order = list(call.node.target(twin, *call.args[1:], **call.kwargs).shape)  # type: ignore[operator]
+    moved = [d for d, source in enumerate(order) if d != source]
+    if len(moved) == 2:
+        return call.emit(aten.transpose.int, call.source, *moved)
+    return call.emit(aten.permute.default, call.source, order) if moved else call.source
 
 
 def _neutral(value: int) -> Rule:
@@ -285,12 +275,10 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.flatten.using_ints, aten.unflatten.int), _reshape),
     **dict.fromkeys((aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
     **dict.fromkeys((aten.expand.default, aten.expand_as.default), _shaped(aten.expand.default)),
-    **dict.fromkeys((aten.t.default, aten.numpy_T.default), _transpose),
-    **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _matrix_transpose),
-    **dict.fromkeys((aten.movedim.int, aten.movedim.intlist), _permute),
+    **dict.fromkeys((aten.t.default, aten.numpy_T.default, aten.movedim.int, aten.movedim.intlist), _permute),
+    **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _permute),
     **dict.fromkeys((aten.moveaxis.int, aten.moveaxis.intlist), _permute),
-    aten.cross_entropy_loss.default: loss_rewrites.write_cross_entropy,
-    aten.nll_loss_nd.default: loss_rewrites.write_nll_loss,
+    **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss_nd.default), loss_rewrites.write_loss),
     aten.kl_div.default: loss_rewrites.write_kl_div,
     aten.index.Tensor: loss_rewrites.write_index,
     aten.repeat.default: _repeat,

@@ -26,23 +26,14 @@ Dims = Callable[[fx.Node, int], Iterable[int]]  # of a call with an argument of 
 # Axes
 
 
-def _sum_axes(axis_map: AxisMap, node: fx.Node) -> Any:
-    """Make the sum over one divided axis a partial sum; of several it is that of classes, and others are blocked.
-
-    A mean is so over classes only.
-    """
-    own, dims = axis_map.of(node.args[0]), dim_map(node)
-    summed = [axis for d, axis in enumerate(own) if d not in dims]
-    classes = [axis for axis in summed if axis_map.is_of_classes(axis)]
+def _contract_sum(axis_map: AxisMap, node: fx.Node, summed: list[ax.Axis]) -> ax.Axis | None:
+    """A sum over one divided axis is partial, and over several if these are classes; a mean over classes only."""
     plain = len(summed) == 1 and operator_name(node.target) == "aten.sum"
-    if len(classes) != 1 and not plain:
-        return mapped_axes("sums over it" if "sum" in str(node.target) else "reduces over it")(axis_map, node)
-    over = summed[0] if plain else classes[0]
-    axis_map.sum_over(node, over)
-    for axis in summed:
-        if axis is not over:
-            ax.block(axis, f"{called(node)} sums over it")
-    return tuple(ax.Axis(1) if d is None else own[d] for d in dims)
+    over = summed if plain else [axis for axis in summed if axis_map.is_of_classes(axis)]
+    if len(over) != 1:
+        return None
+    axis_map.sum_over(node, over[0])
+    return over[0]
 
 
 # One rank's call
@@ -115,7 +106,7 @@ _REDUCTION = OperatorRules(
 )
 _SUM = replace(
     _REDUCTION,
-    axes=_sum_axes,
+    axes=mapped_axes("sums over it", _contract_sum),
     local=if_divided(_sum_local),
     placed=over_placed(reduced_dims, partial=True),
     keeps="nothing",
@@ -126,7 +117,9 @@ _NORM = _over(_normalized_dims, "normalises over it", order=rows_order, copies=c
 
 RULES: Mapping[Any, OperatorRules] = {
     aten.sum: _SUM,
-    aten.mean: replace(_SUM, placed=over_placed(reduced_dims)),
+    aten.mean: replace(
+        _SUM, axes=mapped_axes("reduces over it", _contract_sum), placed=over_placed(reduced_dims)
+    ),
     **dict.fromkeys((aten.amax, aten.amin, aten.any, aten.all), _REDUCTION),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), _REDUCTION),
     aten.min: replace(_REDUCTION, order=None),

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, as_results, called, name_arguments, results_of, shape_of
-from autoptd.passes.ir.views import contiguous_copies, dim_map, reduced_dims
+from autoptd.passes.ir.nodes import argument, called, name_arguments, shape_of
+from autoptd.passes.ir.views import contiguous_copies, reduced_dims
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import RUNS, AxisMap
@@ -40,14 +40,11 @@ def _softmax_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     return own
 
 
-def _reduced_axes(axis_map: AxisMap, node: fx.Node) -> Any:
-    own, dims = axis_map.of(node.args[0]), dim_map(node)
-    over = [axis for d, axis in enumerate(own) if d not in dims]
+def _contract_one(axis_map: AxisMap, node: fx.Node, over: list[ax.Axis]) -> ax.Axis | None:
     if len(over) != 1:
-        return mapped_axes("reduces over it")(axis_map, node)
+        return None
     axis_map.contract_classes(node, over[0], "reduces over it")
-    axes = tuple(ax.Axis(1) if d is None else own[d] for d in dims)
-    return as_results(node, [axes] * len(results_of(node)))
+    return over[0]
 
 
 def _loss_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
@@ -216,7 +213,9 @@ _SOFTMAX = OperatorRules(
 _LOGARITHM = replace(
     _SOFTMAX, local=if_divided(partial(_softmax_local, logarithm=True)), traits=_CLASSES | Trait.LOG_SOFTMAX
 )
-_REDUCED = OperatorRules(axes=_reduced_axes, placed=over_placed(reduced_dims), traits=_NUMBERED)
+_REDUCED = OperatorRules(
+    axes=mapped_axes("reduces over it", _contract_one), placed=over_placed(reduced_dims), traits=_NUMBERED
+)
 _LOSS = OperatorRules(
     axes=_loss_axes,
     local=if_divided(_loss_local),

@@ -36,16 +36,21 @@ def _reshape_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     return tuple(ax.Axis(size, blocked=f"{called(node)} makes it") for size in shape)
 
 
-def mapped_axes(reason: str = "") -> Callable[[AxisMap, fx.Node], Any]:
+def mapped_axes(
+    reason: str = "", contract: Callable[[AxisMap, fx.Node, list[ax.Axis]], ax.Axis | None] | None = None
+) -> Callable[[AxisMap, fx.Node], Any]:
     """Return the rule of an operator that needs the dimensions whole that it drops or resizes, for the `reason`.
 
-    Without one, a new dimension has the same value at each of its indices.
+    Without one, a new dimension has the same value at each of its indices. Of those dropped it may `contract` one.
     """
 
     def rule(axis_map: AxisMap, node: fx.Node) -> Any:
         own, made, dims = axis_map.of(node.args[0]), results_of(node), dim_map(node)
-        for d in set(range(len(own))).difference(dims) if reason else ():
-            ax.block(own[d], f"{called(node)} {reason}")
+        dropped = [axis for d, axis in enumerate(own) if d not in dims]
+        kept = contract(axis_map, node, dropped) if contract else None
+        for axis in dropped if reason else ():
+            if axis is not kept:
+                ax.block(axis, f"{called(node)} {reason}")
         new: dict[str, Any] = {"blocked": f"{called(node)} makes it"} if reason else {"copied": True}
         axes = tuple(
             ax.Axis(size, **new if size > 1 else {}) if d is None else own[d]
