@@ -126,17 +126,16 @@ class BoundWeights:
     @leave_uncompiled
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Call the closure of a step of whole parameters, if any, which needs the slices; then put them together."""
+        if not self.marks.whole_steps:
+            self.marks.check(optimizer)
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if callable(closure):
+                with torch.enable_grad():
+                    loss = closure()
+                args, kwargs = (optimizer, *args[2:]), {**kwargs, "closure": lambda: loss}
+            with self.connection.position.during("whole parameters"):
+                self.whole.begin(optimizer)
         self.marks.whole_steps += 1
-        if self.marks.whole_steps > 1:
-            return args, kwargs
-        self.marks.check(optimizer)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if callable(closure):
-            with torch.enable_grad():
-                loss = closure()
-            args, kwargs = (optimizer, *args[2:]), {**kwargs, "closure": lambda: loss}
-        with self.connection.position.during("whole parameters"):
-            self.whole.begin(optimizer)
         return args, kwargs
 
     @leave_uncompiled

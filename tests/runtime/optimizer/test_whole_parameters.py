@@ -203,6 +203,8 @@ def step_once(
     def run(connection: Connection) -> dict[str, Tensor]:
         parallel = chain.parallel(connection)
         step = make(parallel, parallel.whole_optimizer)
+        with pytest.raises(FloatingPointError):
+            step(fail)
         for call in range(2):
             loss = step(lambda call=call: backward(parallel, chain, connection, call))
             assert isinstance(loss, Tensor)
@@ -217,6 +219,10 @@ def step_once(
         step(None)
         plain.zero_grad()
     assert_near(run_threads(chain.manifest, run)[0], plain)
+
+
+def fail() -> None:
+    raise FloatingPointError
 
 
 def list_matrices(model: nn.Module) -> list[nn.Parameter]:
