@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from autoptd.runtime.comm.agreement import share_text
-from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.comm.rank import Rank, share_text
 
 SHOWN = 2000  # characters of another rank's message
 
