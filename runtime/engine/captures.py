@@ -69,15 +69,14 @@ class Captures:
         if waits and not failed:
             return
         self._wanted.discard(self._mode)
+        (self._refused if failed else self._captured).add(self._mode)
         if failed:
-            self._refused.add(self._mode)
             self._forget()
-        else:
-            self._captured.add(self._mode)
 
     def _capture(self, weights: Mapping[int, Weights], gradients: bool) -> bool:
         """Capture the slots that the mode uses; return whether all can be, with a warning where one cannot."""
         self._wait()
+        torch.cuda.empty_cache()  # what the step before lay in, which a graph takes no memory from
         for stage, slots in self._slots.items():
             for slot in slots if gradients else slots[:1]:
                 self._rank.randomness.moment = slot.moment

@@ -443,6 +443,25 @@ def test_graphs_have_the_bits_of_plain_calls_on_a_card(card: str, recompute: str
 
 
 @pytest.mark.gpu
+def test_graphs_take_the_memory_of_a_step_once(card: str) -> None:
+    """And what the step before the captures took is given back."""
+    model = GPT(GPTConfig(vocab_size=64, block_size=512, n_layer=4, n_embd=256, n_head=4))
+    batch = {name: torch.randint(64, (16, 512), device=card) for name in ("idx", "targets")}
+    program = autoptd.compile(model, (1, 1, 1), microbatch_size=16, num_microbatches=1)
+    reserved = []
+    for choice in (False, "auto"):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        parallel = program.bind(card, graphs=choice)
+        for _ in range(4):
+            parallel(**batch)[1].backward()
+            parallel.zero_grad()
+        reserved.append(torch.cuda.memory_reserved() - before)
+        del parallel
+    assert reserved[1] < 1.3 * reserved[0]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("change", [freeze_and_unfreeze, load_weights, move_the_memory])
 def test_what_changes_is_noticed_on_a_card(card: str, change: Callable[[Parallel, int], None]) -> None:
     program = compile_gpt(dtype=torch.float32)
