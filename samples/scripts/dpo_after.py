@@ -16,7 +16,7 @@ from samples.gpt import GPTConfig
 from samples.huggingface import make_gpt2
 
 max_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
-pairs, length, prompt, beta = 8, 64, 24, 0.5
+pairs, length, prompt, beta = 16, 64, 24, 0.5
 out_dir = Path("out/dpo")
 
 master_process = int(os.environ.get("RANK", "0")) == 0
@@ -41,12 +41,8 @@ model = make_gpt2(GPTConfig(corpus.VOCAB_SIZE, length, n_layer=4, n_head=4, n_em
 reference = copy.deepcopy(model).requires_grad_(False)
 example = {"input_ids": torch.ones(2, length).long(), "labels": torch.ones(2, length).long()}
 inputs = {**example, "reference_logps": torch.ones(2)}
-program = autoptd.compile(
-    model, mesh=(2, 2, 1), example_inputs=inputs, loss_fn=dpo_loss, num_microbatches=pairs
-)
-others = autoptd.compile(
-    reference, (2, 2, 1), example_inputs=example, outputs=("logits",), num_microbatches=pairs
-)
+program = autoptd.compile(model, (2, 2, 1), example_inputs=inputs, loss_fn=dpo_loss)
+others = autoptd.compile(reference, (2, 2, 1), example_inputs=example, outputs=("logits",))
 model, reference = program.bind(device), others.bind(device)
 
 tokens = torch.from_numpy(corpus.load_corpus()[: 2048 * length].astype("int64")).view(-1, length)

@@ -15,7 +15,7 @@ from samples.gpt import GPTConfig
 from samples.huggingface import make_gpt2
 
 max_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 50
-pairs, length, prompt, beta = 8, 64, 24, 0.5
+pairs, length, prompt, beta = 16, 64, 24, 0.5
 out_dir = Path("out/dpo")
 
 master_process = int(os.environ.get("RANK", "0")) == 0
