@@ -10,16 +10,12 @@ from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.partial_sums import sum_over_ranks
-from autoptd.runtime.kernels.vocabulary import own_columns, reduce_losses
+from autoptd.runtime.kernels.vocabulary import localize, own_columns, reduce_losses
 
 
 def pick(rank: Rank, x: Tensor, index: Tensor, vocabulary: int, dim: int = -1) -> Tensor:
     """Compute torch's ``gather`` of a divided dimension, equal on all tensor ranks; illegal numbers are its error."""
-    start, own = own_columns(rank, x, dim, vocabulary)
-    local = index - start
-    elsewhere = (local < 0) | (local >= own)
-    illegal = (index < 0) | (index >= vocabulary)
-    local = local.masked_fill(elsewhere, 0).masked_fill(illegal, x.shape[dim])
+    local, elsewhere = localize(rank, x, dim, index, vocabulary)
     return sum_over_ranks(rank, x.gather(dim, local).masked_fill(elsewhere, 0))
 
 

@@ -36,13 +36,9 @@ def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_
     """
     if rank.group("tensor").size == 1:
         return lookup(weight, ids, padding_idx)
-    rows = weight.shape[0]
-    local = ids - rank.group("tensor").index * rows
-    elsewhere = (local < 0) | (local >= rows)
-    illegal = (ids < 0) | (ids >= vocabulary)
-    local = local.masked_fill(elsewhere, 0).masked_fill(illegal, rows)
-    own_padding = padding_idx - rank.group("tensor").index * rows
-    own_padding = own_padding if 0 <= own_padding < rows else -1
+    local, elsewhere = localize(rank, weight, 0, ids, vocabulary)
+    start, own = own_columns(rank, weight, 0, vocabulary)
+    own_padding = padding_idx - start if start <= padding_idx < start + own else -1
     return lookup(weight, local, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
@@ -109,11 +105,8 @@ def cross_entropy(
         return functional.cross_entropy(logits, target, **given).to(dtype)
     start, own = own_columns(rank, logits, 1, vocabulary)
     kept = target != ignore_index
-    column = target - start
-    here = kept & (column >= 0) & (column < own)
-    # An illegal target becomes a column that is not there, for torch to refuse as in the plain model.
-    illegal = kept & ((target < 0) | (target >= vocabulary))
-    read = column.masked_fill(~here, 0).masked_fill(illegal, logits.shape[1])
+    read, elsewhere = localize(rank, logits, 1, target.masked_fill(~kept, 0), vocabulary)
+    here = kept & ~elsewhere
 
     constant = logits.detach()
     trains = torch.is_grad_enabled() and logits.requires_grad
@@ -122,7 +115,7 @@ def cross_entropy(
     aim = constant.gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
     total, aim = rank.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
     rows = torch.stack([largest, part, total, aim])
-    column = column.masked_fill(~here, -1)
+    column = read.masked_fill(~here, -1)
     losses: Tensor = _losses(logits, softmax, column, rows, own)
     counts = None if weight is None else weight.to(losses)[target.masked_fill(~kept, 0)]
     losses = losses if counts is None else losses * counts
@@ -157,6 +150,18 @@ def own_columns(rank: Rank, x: Tensor, dim: int, vocabulary: int) -> tuple[int, 
     """Return the first of this rank's columns, and how many of them are no padding."""
     start = rank.group("tensor").index * x.shape[dim]
     return start, max(0, min(x.shape[dim], vocabulary - start))
+
+
+def localize(rank: Rank, x: Tensor, dim: int, numbers: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return the own numbers of columns, 0 for those of another rank, and which are these.
+
+    An illegal number becomes one of no column, for torch to refuse as in the plain model.
+    """
+    start, own = own_columns(rank, x, dim, vocabulary)
+    local = numbers - start
+    elsewhere = (local < 0) | (local >= own)
+    illegal = (numbers < 0) | (numbers >= vocabulary)
+    return local.masked_fill(elsewhere, 0).masked_fill(illegal, x.shape[dim]), elsewhere
 
 
 def reduce_losses(losses: Tensor, kept: Tensor, reduction: str, counts: Tensor | None = None) -> Tensor:
