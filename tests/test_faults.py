@@ -171,7 +171,7 @@ def forget_dividing_by_microbatches() -> None:
     start = StageRun.start
 
     def changed(self: StageRun, weights: Any, inputs: Any, seeds: Any, *memory: Any) -> None:
-        start(self, weights, inputs, seeds and tuple(seed / seed for seed in seeds), *memory)
+        start(self, weights, inputs, None if seeds is None else seeds / seeds, *memory)
 
     forked.setattr(StageRun, "start", changed)
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
-from autoptd.capture.custom_autograd import Functions
+from autoptd.capture.custom_autograd import FunctionError, Functions, write_functions
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import Examples, read_examples
 from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
@@ -80,17 +80,17 @@ def capture(
         values = tuple(torch.empty(i.shape, dtype=i.dtype) for i in examples.inputs)
     loss_twin = make_skeleton(loss_fn, mode) if isinstance(loss_fn, nn.Module) else loss_fn
     objective = Objective(skeleton, examples, loss_twin, buffers, outputs)
-    functions = Functions()
     autocast = read_autocast(model)
+    functions = Functions(autocast)
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.
     dtypes = torch.autocast("cpu", autocast.dtype) if autocast else nullcontext()
     said_causal = patch.object(transformer, "_detect_is_causal_mask", _is_said_causal)
     with dtypes, said_causal, assuming() as assumed:
         with keeping_attributes(objective):
             exported = _export(objective, values, functions)
-        differences = tuple(_compare_modes(objective, mode, values))
+        differences = tuple(_compare_modes(objective, mode, values, Functions(autocast)))
     unchecked = "is an assertion on data, and not in the program: a step checks row numbers and labels"
-    notes = (*functions.check(), *differences, *(f"{line} {unchecked}" for line in assumed))
+    notes = (*functions.describe(), *differences, *(f"{line} {unchecked}" for line in assumed))
     tensors = _name_tensors(model, loss_fn, exported, objective.result.assigned)
     if objective.result.varying:
         warn_caller(
@@ -141,8 +141,10 @@ def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functio
         with functions.watch(), _use_lazy_graph_module(True), warnings.catch_warnings():
             # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
             warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
-            return torch.export.export(objective, values, strict=False)
-    except (LossError, SideEffectError):
+            exported = torch.export.export(objective, values, strict=False)
+            write_functions(exported.graph_module)
+            return exported
+    except (LossError, FunctionError, SideEffectError):
         raise
     except DataDependentError as error:
         place, found = _describe(error.__cause__ or error, objective.captured)
@@ -161,11 +163,13 @@ def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functio
         ) from error
 
 
-def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
+def _compare_modes(
+    objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...], functions: Functions
+) -> Iterator[str]:
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
     made = objective.result.calls.made
     try:
-        with run_without_data(mode), Functions().watch(), refuse_new_hooks(), objective.known:
+        with run_without_data(mode), functions.watch(), refuse_new_hooks(), objective.known:
             calls = compare_evaluation(objective, made, lambda: objective.find_loss(*values))
     except SideEffectError:
         raise

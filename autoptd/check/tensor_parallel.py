@@ -26,6 +26,7 @@ from autoptd.passes.operators.table import OPERATORS, Trait, has_trait, rules_of
 from autoptd.passes.operators.text_rule import read_rules
 from autoptd.passes.operators.views import reshape_placed
 from autoptd.runtime import aten, collectives
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.placement import Partial, Replicate, Shard
 
@@ -215,9 +216,11 @@ class StageWalk:
                     "rank has its whole gradient, and would be multiplied by their number: correct the mark "
                     "in the manifest"
                 )
-        elif has_trait(node, Trait.SUMS_RANKS):
+        elif has_trait(node, Trait.SUMS_RANKS | Trait.OWN_BACKWARD):
             if gradient == "partial":
-                self._refuse(node, f"{place(node)}, which is a sum over the tensor ranks")
+                sums = has_trait(node, Trait.SUMS_RANKS)
+                what = "is a sum over the tensor ranks" if sums else "has a backward of its own"
+                self._refuse(node, f"{place(node)}, which {what}")
         elif has_trait(node, Trait.SUMS_GRADIENTS) or _is_copied_part(node):
             if gradient == "whole":
                 way = (
@@ -276,7 +279,7 @@ def placement_after(node: fx.Node, placements: proof.Placements, rules: Records)
 
 
 def _find_rules(node: fx.Node, rules: Records) -> OperatorRules:
-    if isinstance(node.target, OpOverload):
+    if isinstance(node.target, OpOverload | AutogradFunction):
         return rules.get(operator_name(node.target)) or rules_of(node)
     return OPERATORS.get(node.target) or _rules_of_function(node.target)
 

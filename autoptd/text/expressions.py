@@ -17,6 +17,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.passes.ir.names import free_name
 from autoptd.passes.ir.nodes import info, nodes_in, where
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 
 # Names that a stage function uses itself, besides Python's keywords.
 RESERVED = frozenset({"rank", "p", "aten", "collectives", "kernels", "recompute", "torch", "float", "slice"})
@@ -83,6 +84,8 @@ def write_call(node: fx.Node, names: Names) -> tuple[str, list[str]]:
     }
     if isinstance(node.target, OpOverload) and not _packet_suffices(node.target, args, options):
         text = f"{text}.{node.target._overloadname}"
+    if isinstance(node.target, AutogradFunction):
+        args = (args[0], node.target.path, *args[1:])
     texts = [write_value(arg, names) for arg in args]
     texts += [f"{name}={write_value(value, names)}" for name, value in options.items()]
     return text, texts
@@ -152,6 +155,8 @@ def _function(target: Any) -> str | None:
     if isinstance(target, OpOverloadPacket):
         namespace, name = target._qualified_op_name.split("::")
         return f"aten.{name}" if namespace == "aten" else f"torch.ops.{namespace}.{name}"
+    if isinstance(target, AutogradFunction):
+        return "kernels.autograd_function"
     module = getattr(target, "__module__", None) or ""
     for room in ("kernels", "collectives"):
         if (module + ".").startswith(f"autoptd.runtime.{room}."):

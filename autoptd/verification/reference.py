@@ -49,7 +49,9 @@ def run_plain(
     swapped = _find_places(objective, model, leaves)
     count, held = manifest.num_microbatches * manifest.mesh.data, _list_tensors(objective)
     labels = manifest.weighing_labels
-    valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
+    valid = (
+        torch.ones(count, dtype=torch.float64) if labels is None else count_valid(labels, batch[labels.name])
+    )
     losses: dict[int, float] = {}
     sums: dict[str, Tensor] = {}
     outputs: dict[tuple[str, ...], list[Tensor]] = {}
@@ -58,7 +60,7 @@ def run_plain(
         _reparametrize_module(objective, swapped),
         torch.enable_grad(),
         leave_autocast() if precise or not manifest.autocast else torch.autocast("cpu", manifest.autocast),
-        Functions().watch(),  # a checkpoint would compute again in the backward, with dropout
+        Functions(None).watch(),  # a checkpoint would compute again in the backward, with dropout
         DropoutOff(),
         Promotion(_find_rounding(manifest)) if precise else nullcontext() as promotion,
     ):
@@ -71,10 +73,10 @@ def run_plain(
             if valid.any() and not valid[index]:
                 continue  # a microbatch without labels does not count
             losses[index] = float(loss.detach())
-            (loss / float(valid.sum() / valid[index])).backward()
+            loss.backward()
             for name, leaf in leaves.items():
                 if leaf.grad is not None:  # not in place: two gradients may share memory
-                    sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
+                    sums[name] = sums.get(name, 0) + leaf.grad * (valid[index] / valid.sum())
                     leaf.grad = None
         tables = {
             x.data_ptr(): now

@@ -15,6 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import REPLICATED, Placement
@@ -167,9 +168,9 @@ def as_results(node: fx.Node, found: Iterable[Any]) -> Any:
 
 
 def has_gradients(value: object) -> bool:
-    """Return whether such a result, or the first of several, can have a gradient: floating or complex numbers."""
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    return isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex())
+    """Return whether such a result, or one of several, can have a gradient: floating or complex numbers."""
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in results)
 
 
 def wants_gradient(node: fx.Node) -> bool:
@@ -217,8 +218,10 @@ def aten_name(target: Any) -> str:
 
 
 def operator_name(target: Any) -> str:
-    """Return the key of an operator's rules: "aten.linear", "kernels.dropout", "mylib.op"."""
+    """Return the key of an operator's rules: "aten.linear", "kernels.dropout", "mylib.op", "module:Class"."""
     packet = getattr(target, "overloadpacket", target)
+    if isinstance(packet, AutogradFunction):
+        return packet.path
     if isinstance(packet, OpOverloadPacket):
         return str(packet)
     name: str = target.__name__

@@ -22,6 +22,7 @@ from autoptd.passes.normal_form.autocast import cast_arguments, describe_result,
 from autoptd.passes.normal_form.operator_rewrites import rewrite
 from autoptd.passes.normal_form.writer import Call, Cell, Storage, functional_twin, is_mutation, refuse_owned
 from autoptd.runtime import aten
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.placement import Parameter
 
 _DEVICE_ARGUMENTS = ("device", "pin_memory", "layout", "non_blocking")
@@ -135,6 +136,8 @@ class Normalizer(Storage):
             return
         if scope.autocast is not None:
             args, kwargs = cast_arguments(scope.autocast, node, args, kwargs, self)
+        if isinstance(target, AutogradFunction):
+            args = (self.rank, *args)
         meta = describe_result(scope.autocast, node, target, args, kwargs)
         values[node] = self.derive(node, rewrite(target, Call(self, node, args, kwargs, meta)), values)
 

@@ -8,17 +8,19 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import has_gradients, info, shape_of
+from autoptd.passes.ir.autograd_functions import is_elementwise
+from autoptd.passes.ir.nodes import has_gradients, info, nodes_in, operator_name, shape_of
 from autoptd.passes.ir.views import contiguous_copies
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis
-from autoptd.passes.operators.axis_map import AxisMap, broadcast
+from autoptd.passes.operators.axis_map import AxisMap, broadcast, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
 from autoptd.passes.operators.layout import broadcast as broadcast_dims
 from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
 from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.unfamiliar import UNFAMILIAR
 from autoptd.passes.operators.views import aligned, sized_local
 from autoptd.runtime import aten
 
@@ -71,6 +73,26 @@ def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
     return writer.write(args, kwargs), out
 
 
+def _function_axes(axis_map: AxisMap, node: fx.Node) -> Any:
+    """Of the user's autograd function: whole on every tensor rank, but where it works element by element."""
+    if is_elementwise(node):
+        return broadcast(axis_map, node)
+    if axis_map.tensor > 1 and node in axis_map.learned:
+        axis_map.repeated.add(operator_name(node.target))
+    return opaque(axis_map, node)
+
+
+def _function_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    if not is_elementwise(node):
+        return proof.UNKNOWN
+    shape, given = shape_of(node), nodes_in(node.args[1:])
+    return proof.merge([(n, proof.aligned(n, shape, placements)) for n in given], shape)
+
+
+def _function_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    return elementwise_order(writer, node) if is_elementwise(node) else None
+
+
 def _contiguous_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Not written where the value lies in order already."""
     source = node.args[0]
@@ -117,6 +139,14 @@ _DIV = replace(
 _KEEPS_RESULT = replace(POINTWISE, keeps="result")
 _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=lambda *_: proof.WHOLE)
 _FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=_SAFE | Trait.FILLS)
+
+AUTOGRAD_FUNCTION = replace(
+    UNFAMILIAR,
+    axes=_function_axes,
+    placed=_function_placed,
+    order=_function_order,
+    traits=Trait.OWN_BACKWARD,
+)
 
 RULES: Mapping[Any, OperatorRules] = {
     **{getattr(aten, name): POINTWISE for name in _OTHERS},

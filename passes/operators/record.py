@@ -42,6 +42,7 @@ class Trait(Flag):
     FUSED_ATTENTION = auto()  # keeps arguments, result and a statistic; writes in the order of the queries
     SUMS_RANKS = auto()  # its result is a sum over the tensor ranks, and has a whole gradient
     SUMS_GRADIENTS = auto()  # f: it sums the gradient of its argument, which all tensor ranks have, over them
+    OWN_BACKWARD = auto()  # which is the user's, and may not be linear in its gradient
     ANY_PLACEMENT = auto()  # `placed` judges whole arguments and partial sums, too
 
 

@@ -23,7 +23,7 @@ from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import ATTENTION, OF_ACTIVATIONS, RUNS, AxisMap, opaque
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.record import Records
-from autoptd.passes.operators.table import Trait, has_trait, rules_of
+from autoptd.passes.operators.table import FOREIGN, Trait, has_trait, rules_of
 from autoptd.passes.operators.text_rule import name_rules, read_rules
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR, bound_hidden
 from autoptd.passes.tensor_parallel.choice import choose_axes, replicated_heads
@@ -61,7 +61,7 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     if axis_map.repeated:
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"
-    calls = (n for n in stage.graph.nodes if n.op == "call_function" and rules_of(n) is UNFAMILIAR)
+    calls = (n for n in stage.graph.nodes if n.op == "call_function" and rules_of(n) in (FOREIGN, UNFAMILIAR))
     hidden = {called(node): bound_hidden(node) for node in calls}
     entry += "".join(
         f"; {name} may hide up to {flops:,} FLOPs of a product, which no rule counts"

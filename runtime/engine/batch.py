@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.engine.label_weights import count_valid
+from autoptd.runtime.program.class_path import find_class
 from autoptd.runtime.program.manifest import Input, Manifest, Output
 from autoptd.runtime.program.tagged_json import decode_value, encode_value, show
 
@@ -259,7 +259,7 @@ def output_builder(output: Output) -> Callable[[Tensor, Outputs], Any]:
     """Return a function from the loss and the outputs to the model's output: every other field is None."""
     if output.kind not in ("tensor", "tuple", "dict", "dataclass"):
         raise ValueError(f"output kind {output.kind!r} is unknown: expected tensor, tuple, dict or dataclass")
-    cls = _find_class(output.type) if output.type else dict
+    cls = find_class(output.type, "model's output class") if output.type else dict
 
     def build(loss: Tensor, outputs: Outputs) -> Any:
         fields = {name: _find_field(outputs, (name,)) for name in output.fields}
@@ -293,18 +293,3 @@ def find_loss(output: Output, result: Any) -> Tensor:
     elif output.kind != "tensor":
         loss = result[output.loss] if output.kind == "dict" else getattr(result, output.loss)
     return loss  # type: ignore[no-any-return]
-
-
-def _find_class(path: str) -> type:
-    module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(
-                f"the model's output class {name} is not found in module {module}: "
-                "define it at a module's top level, where every rank can import it"
-            )
-        found = getattr(found, part)
-    if not isinstance(found, type):
-        raise ValueError(f"{path} is a {type(found).__name__}, expected the model's output class")
-    return found

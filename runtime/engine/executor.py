@@ -78,7 +78,7 @@ class StageRun:
         self.graphed = [GraphSlot(call, rank.device) for _ in range(count)] if graphs else []
         self._slots: Sequence[Slot] = self.graphed or [Slot(call, rank.device) for _ in range(count)]
         b, m = manifest.microbatch_size, manifest.num_microbatches
-        self._moments = torch.zeros(m, 3, dtype=torch.int64, device=rank.device)
+        self._moments = torch.zeros(m, 4, dtype=torch.int64, device=rank.device)
         first = rank.coordinates.data * b * m
         torch.arange(first, first + b * m, b, out=self._moments[:, 2])
 
@@ -86,10 +86,10 @@ class StageRun:
         self,
         weights: Mapping[str, Tensor],
         inputs: Sequence[Sequence[Tensor]],
-        seeds: Sequence[Tensor] | None,
+        seeds: Tensor | None,
         sums: GradientSums | None = None,
     ) -> None:
-        """Begin a step with its weights, batch inputs and seeds (one row per microbatch); clear what a broken one left.
+        """Begin a step with its weights, batch inputs and seeds (float64 [m]); clear what a broken one left.
 
         The losses of the microbatches are differentiated with `seeds`; None: forwards only. The last backward's
         gradients go on their way by `sums`.
@@ -101,6 +101,8 @@ class StageRun:
         # Filled, not copied from numbers: on a GPU a copy would wait for it.
         self._moments[:, 0].fill_(as_signed(self._randomness.seed))
         self._moments[:, 1].fill_(self._randomness.call)
+        if seeds is not None:
+            self._moments[:, 3] = seeds.view(torch.int64)
         self.losses.clear()
         self.outputs.clear()
         self._clear()
@@ -259,7 +261,7 @@ class Executor:
         self,
         weights: Mapping[int, Mapping[str, Tensor]],
         inputs: Mapping[int, Sequence[Sequence[Tensor]]],
-        seeds: Sequence[Tensor] | None,
+        seeds: Tensor | None,
         begin_stage: Callable[[int], None],
         sums: GradientSums | None = None,
     ) -> list[Tensor]:

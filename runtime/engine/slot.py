@@ -69,7 +69,7 @@ class Slot:
 
     def __init__(self, call: StageCall, device: torch.device) -> None:
         self.call = call
-        self.moment = torch.zeros(3, dtype=torch.int64, device=device)
+        self.moment = torch.zeros(4, dtype=torch.int64, device=device)
         self.values: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self.watch: BucketWatch | None = None

@@ -121,10 +121,7 @@ class StepRunner:
         if narrow := self.weights.narrow:
             torch._foreach_copy_(list(narrow.values()), list(map(watch.tensors.__getitem__, narrow)))
         inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in shape.executor.stages}
-        if len(manifest.stages) - 1 in shape.executor.stages:  # its rank has the labels
-            divisors = find_divisors(manifest, rank, batch)
-        else:
-            divisors = torch.ones(manifest.num_microbatches, dtype=torch.float64, device=rank.device)
+        divisors = find_divisors(manifest, rank, batch)
         pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
         scale, before = self.loss_scale if gradients else None, copy(self.loss_scale)
         while scale is not None and scale.unscale(rank, sums.gradients(), pair[0]):
@@ -181,7 +178,7 @@ class StepRunner:
             lent = (p.grad for p in self.weights.leaves.values() if p.grad is not None)
             sums.start(lent, shape.executor.measured)
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            seeds = (scale / divisors).unbind()
+            seeds = scale / divisors
         run = partial(shape.executor.run, leaves.by_stage, inputs, seeds, self.weights.await_stage)
         position = self._connection.position
         with self._connection.exchange():
