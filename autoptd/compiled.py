@@ -38,7 +38,7 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.program.schedule import Action
 from autoptd.runtime.weights.file_tensor import Weights
-from autoptd.runtime.weights.slices import check_proved
+from autoptd.runtime.weights.slices import check_proof
 from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.symbolic_cost import Cost
 from autoptd.text.folder import load_folder, program_hash, save_folder
@@ -275,7 +275,7 @@ class CompiledProgram:
         if placed.type == "cuda":
             torch.cuda.set_device(placed)  # where torch.distributed puts objects and barriers
         given = [(program, program._read_weights(weights)) for program in self.shapes]
-        check_proved(self.manifest, given[0][1])
+        check_proof(self.manifest, given[0][1])
         hashes = (program_hash(program.texts, program.manifest) for program in self.shapes)
         with join(self.manifest, placed, " ".join(hashes)) as connection:
             for program, own in given:

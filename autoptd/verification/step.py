@@ -28,7 +28,7 @@ from autoptd.runtime.engine.batch import find_loss
 from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.weights.slices import check_proved
+from autoptd.runtime.weights.slices import check_proof
 from autoptd.text.reader import read_texts, text_filename, trace_program
 from autoptd.verification.fault_line import Values, find_first_right, find_first_wrong
 from autoptd.verification.float64 import Promotion, promote
@@ -79,7 +79,7 @@ def verify_program(
     start = time.perf_counter()
     program = trace_program(texts, manifest, buffers=buffers)
     tensors = draw_weights(manifest, model, buffers, weights, seed)
-    check_proved(manifest, tensors)
+    check_proof(manifest, tensors)
     values = draw_batch(program, manifest, batch, seed)
     precise = dtype == "float64"
     if not precise:

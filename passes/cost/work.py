@@ -14,16 +14,14 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.program import Stage, may_be_trained
+from autoptd.passes.operators import quantities
 from autoptd.passes.operators.quantities import (
     Product,
     Sizes,
     Value,
     Work,
-    compute,
     differentiable_arguments,
-    differentiate,
     local_sizes,
-    tensor_arguments,
 )
 from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten
@@ -37,7 +35,7 @@ def forward_work(node: fx.Node, sizes: Sizes = local_sizes) -> Work:
     """Return the work of the forward of one node of a stage's graph. Views cost nothing."""
     if node.op != "call_function" or is_free(node):
         return Work()
-    return _in_half((rules_of(node).work or compute)(node, Value(sizes)), node)
+    return _in_half((rules_of(node).work or quantities.compute)(node, Value(sizes)), node)
 
 
 def backward_work(
@@ -55,7 +53,7 @@ def backward_work(
     def has_gradient(node: fx.Node) -> bool:
         return may_be_trained(node) if trained is None else node in trained
 
-    wanted = [source for source in tensor_arguments(node) if has_gradient(source)]
+    wanted = [source for source in quantities.tensor_arguments(node) if has_gradient(source)]
     if node.op != "call_function" or not has_gradient(node) or not wanted:
         return Work()
     value = Value(sizes)
@@ -66,7 +64,7 @@ def backward_work(
         work = Work()
     else:
         kept = {"arguments": differentiable_arguments(node), "result": [node], "nothing": []}[rules.keeps]
-        work = _in_half(differentiate(node, value, wanted, kept), node)
+        work = _in_half(quantities.differentiate(node, value, wanted, kept), node)
     for source in wanted:
         if source.op == "get_attr":
             work += _accumulate(source, value, 1)

@@ -10,16 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.fusion.patterns import (
-    Call,
-    Match,
-    both_orders,
-    is_call,
-    is_reshape,
-    is_single,
-    is_vector,
-    plain_add,
-)
+from autoptd.passes.fusion import patterns
+from autoptd.passes.fusion.patterns import Call, Match, both_orders, is_call, is_reshape, is_single, is_vector
 from autoptd.passes.ir.nodes import argument, name_arguments, shape_of
 from autoptd.passes.ir.views import read_cut
 from autoptd.runtime import aten, kernels
@@ -106,7 +98,7 @@ def uncast(node: Any) -> fx.Node:
 
 def match_rotary(node: fx.Node) -> Match | None:
     """Match ``x * cos + rotate(x) * sin``, with cos and sin broadcast over x and single-use products."""
-    terms = plain_add(node) or ()
+    terms = patterns.plain_add(node) or ()
     if not all(is_call(term, aten.mul.Tensor) and is_single(term) for term in terms):
         return None
     for straight, turned in both_orders(node) if terms else ():

@@ -16,21 +16,9 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.cost.work import describe_saving
-from autoptd.passes.fusion import matches
+from autoptd.passes.fusion import matches, patterns
 from autoptd.passes.fusion.activations import ANALYTIC, KNOWN, match_activation
-from autoptd.passes.fusion.patterns import (
-    Call,
-    Match,
-    alike,
-    both_orders,
-    is_call,
-    is_reshape,
-    is_single,
-    is_vector,
-    plain_add,
-    read_linear,
-    split_bias,
-)
+from autoptd.passes.fusion.patterns import Call, Match, alike, is_call, is_reshape, is_single
 from autoptd.passes.ir.names import operator_word, rename_nodes
 from autoptd.passes.ir.nodes import Propagation, change_info, describe, info, operator_name, shape_of
 from autoptd.passes.ir.products import find_factors, read_product
@@ -162,7 +150,7 @@ def _linear_gelu(node: fx.Node) -> Match | None:
     """Match gelu(linear(x, weight, bias)), also with rows reshaped to a matrix and back (GPT-2)."""
     product: Any = node.args[0]
     reshaped = [product] if is_reshape(product) else []
-    linear = read_linear(product.args[0] if reshaped else product)
+    linear = patterns.read_linear(product.args[0] if reshaped else product)
     if linear is None or not all(map(is_single, (linear.node, *reshaped))):
         return None
     x: Any = linear.x
@@ -190,7 +178,7 @@ def _half_linear(node: fx.Node) -> Match | None:
 def _add_linear(node: fx.Node) -> Match | None:
     """Match total + linear(x, weight) * scale of fewer inputs than outputs, whose result takes longer than its sums."""
     found: dict[int, Match] = {}
-    for term, total in both_orders(node) if plain_add(node) else ():
+    for term, total in patterns.both_orders(node) if patterns.plain_add(node) else ():
         scaled = is_call(term, aten.mul.Tensor) and isinstance(term.args[1], (int, float))
         inner, scale = term.args if scaled else (term, 1.0)
         product = read_product(inner) if is_single(term) and is_single(inner) else None
@@ -214,7 +202,7 @@ def _is_half_parameter(node: Any) -> bool:
 
 def _bias_gelu(node: fx.Node) -> Match | None:
     """Match gelu(x + bias)."""
-    biased = split_bias(node.args[0])  # type: ignore[arg-type]
+    biased = patterns.split_bias(node.args[0])  # type: ignore[arg-type]
     if biased is None:
         return None
     x, bias, added = biased
@@ -231,7 +219,7 @@ def _grouped_attention(node: fx.Node) -> Match | None:
 
 def _gated_product(node: fx.Node) -> Match | None:
     """Match activation(gate) * up."""
-    for (target, kwargs, _), (active, up) in itertools.product(KNOWN, both_orders(node)):
+    for (target, kwargs, _), (active, up) in itertools.product(KNOWN, patterns.both_orders(node)):
         if is_call(active, target) and active.kwargs == kwargs and is_single(active):
             gate = active.args[0]
             if isinstance(up, fx.Node) and up is not active and alike(gate.meta["val"], up.meta["val"]):
@@ -242,7 +230,7 @@ def _gated_product(node: fx.Node) -> Match | None:
 
 def _dropout_add(node: fx.Node) -> Match | None:
     """Match dropout(x + bias) + residual, or (x + bias) + residual, of a value that nobody else reads."""
-    for branch, residual in both_orders(node) if plain_add(node) else ():
+    for branch, residual in patterns.both_orders(node) if patterns.plain_add(node) else ():
         found = _dropped(branch) if is_single(branch) else None
         if found is not None:
             args = (*found.call.args[:3], residual, *found.call.args[4:])
@@ -261,7 +249,7 @@ def _dropped(node: fx.Node) -> Match | None:
     rank: Any = next(iter(node.graph.nodes))
     x: Any
     x, drawn = (node.args[1], node.args[2:]) if is_call(node, kernels.dropout) else (node, ())
-    biased = split_bias(x)
+    biased = patterns.split_bias(x)
     if biased is None and x is node:
         return None
     x, bias, added = biased or (x, None, ())
@@ -274,7 +262,7 @@ def _norm_before_reshape(node: fx.Node) -> Match | None:
     if not is_reshape(source):
         return None
     x: Any = source.args[0]
-    is_sum = plain_add(x) is not None or is_call(x, kernels.bias_dropout_add)
+    is_sum = patterns.plain_add(x) is not None or is_call(x, kernels.bias_dropout_add)
     if not is_sum or shape_of(x)[-1] != shape_of(node)[-1]:
         return None
     norm = Call(node.target, (x, *node.args[1:]), node, node.kwargs)
@@ -284,14 +272,14 @@ def _norm_before_reshape(node: fx.Node) -> Match | None:
 def _add_norm(node: fx.Node) -> Match | None:
     """Match a norm with the sum that it normalises, which others may read too."""
     total: Any = node.args[0]
-    plain = is_vector(node.args[1], shape_of(node)[-1])
+    plain = patterns.is_vector(node.args[1], shape_of(node)[-1])
     if not plain or total.meta["val"].dtype != node.meta["val"].dtype:
         return None
     rank = next(iter(node.graph.nodes))
     if is_call(total, kernels.bias_dropout_add):
         x, *rest = total.args[1:]
     else:
-        terms = plain_add(total)
+        terms = patterns.plain_add(total)
         if terms is None:
             return None
         x, rest = terms[0], [None, terms[1]]

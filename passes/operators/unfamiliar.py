@@ -12,15 +12,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.nodes import has_gradients, results_of
-from autoptd.passes.operators.quantities import (
-    Product,
-    Value,
-    Work,
-    compute,
-    differentiable_arguments,
-    differentiate,
-    tensor_arguments,
-)
+from autoptd.passes.operators import quantities
+from autoptd.passes.operators.quantities import Product, Value, Work, compute, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules
 
 _counted: dict[str, int] = {}
@@ -63,7 +56,9 @@ def _work(node: fx.Node, value: Value) -> Work:
 def _backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """Each product has a gradient for each of its factors."""
     return (
-        differentiate(node, value, wanted, differentiable_arguments(node)) + _products(node) + _products(node)
+        differentiate(node, value, wanted, quantities.differentiable_arguments(node))
+        + _products(node)
+        + _products(node)
     )
 
 

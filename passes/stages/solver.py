@@ -15,18 +15,8 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autoptd.passes.stages.cost_sequence import (
-    UNLIMITED,
-    CostSequence,
-    Ints,
-    Memory,
-    fold,
-    minimize_slowest_rank,
-    minimize_slowest_stage,
-    place_cuts,
-    smooth,
-    undominated,
-)
+from autoptd.passes.stages import cost_sequence
+from autoptd.passes.stages.cost_sequence import UNLIMITED, CostSequence, Ints, Memory
 
 GB = 10**9
 WINDOW = 4  # places worth a cut to either side of the hint: most of a transformer layer
@@ -86,7 +76,7 @@ def cut_sequence(
     Every stage gets an item of positive cost. Equal bottlenecks are decided for even stages and narrow cuts.
     Raises ValueError if the sequence has fewer units than stages.
     """
-    sequence = fold(costs, boundary_costs, memory, num_stages, num_pipeline_ranks)
+    sequence = cost_sequence.fold(costs, boundary_costs, memory, num_stages, num_pipeline_ranks)
     if sequence.units < num_stages:
         raise ValueError(
             f"the graph cannot be cut into {num_stages} stages: it has {sequence.units} cuttable units; "
@@ -103,7 +93,7 @@ def cut_sequence(
         cut, method = start, "dynamic programme"
     else:
         ceiling = UNLIMITED if stage_ceiling is None else int(slowest * stage_ceiling)
-        shared = minimize_slowest_rank(sequence, start) if stage_ceiling is None else start
+        shared = cost_sequence.minimize_slowest_rank(sequence, start) if stage_ceiling is None else start
         start = shared if sequence.fits(shared) else start
         cut, bound, method = _improve(sequence, start, ceiling, bound, effort)
     if not sequence.fits(cut):
@@ -118,14 +108,15 @@ def _first_cut(sequence: CostSequence) -> Ints:
 
     For v > 1 a rank's memory is divided over its stages in two ways: evenly, and as the fastest cut fills it.
     """
-    fastest = minimize_slowest_stage(sequence, None)
+    fastest = cost_sequence.minimize_slowest_stage(sequence, None)
     assert fastest is not None, "there are as many units as stages"
     if sequence.limit is None or sequence.fits(fastest):
         return fastest
     shares = [np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest).max(0) + 1]
     del shares[sequence.num_stages // sequence.num_ranks :]  # one chunk has all of its rank's
     for share in shares:
-        fitting = minimize_slowest_stage(sequence, _divide_room(sequence, share, sequence.limit))
+        room = _divide_room(sequence, share, sequence.limit)
+        fitting = cost_sequence.minimize_slowest_stage(sequence, room)
         if fitting is not None:
             return fitting
     least = [_least_memory(sequence, fastest, share, sequence.limit) for share in shares]
@@ -145,7 +136,7 @@ def _least_memory(sequence: CostSequence, fastest: Ints, share: Ints, low: int) 
     best, high = fastest, sequence.fullest(fastest)
     while high - low > high >> 10:
         middle = (low + high) // 2
-        cut = place_cuts(sequence, UNLIMITED, _divide_room(sequence, share, middle))
+        cut = cost_sequence.place_cuts(sequence, UNLIMITED, _divide_room(sequence, share, middle))
         if cut is None:
             low = middle + 1
         else:
@@ -170,7 +161,7 @@ def _improve(
 ) -> tuple[Ints, int, str]:
     """Improve a cut for several chunks a rank; return it, its lower bound and the method."""
     whole = sequence.num_stages * len(sequence.places) <= WHOLE
-    kept = np.arange(len(sequence.places)) if whole else undominated(sequence, start)
+    kept = np.arange(len(sequence.places)) if whole else cost_sequence.undominated(sequence, start)
     places, cut, method = sequence.take(kept), np.searchsorted(kept, start), ""
     window = len(kept) if whole else WINDOW
     for _ in range(ROUNDS):
@@ -210,7 +201,7 @@ def _even(sequence: CostSequence, cut: Ints) -> Ints:
             room = None
             if sequence.limit is not None:
                 room = sequence.limit - sequence.others(sequence.stage_bytes(cut)) - sequence.reserved
-            cut = smooth(sequence, cut, first, last, limits, room)
+            cut = cost_sequence.smooth(sequence, cut, first, last, limits, room)
         if np.array_equal(before, cut):
             break
     return cut

@@ -21,7 +21,7 @@ from autoptd.runtime.guards.step_agreement import compare_shards
 from autoptd.runtime.optimizer.gradient_sums import GradientSums
 from autoptd.runtime.optimizer.whole_parameters import WholeParameters
 from autoptd.runtime.optimizer.zero1 import FlatShard, OptimizerT, fill_groups, lay_out_shards
-from autoptd.runtime.weights.slices import Slices, check_proved
+from autoptd.runtime.weights.slices import Slices, check_proof
 
 
 class BoundWeights:
@@ -246,7 +246,7 @@ class BoundWeights:
                     f"the buffer {alias} was replaced after bind, and is one with {name}: write its values "
                     "(buffer.copy_), or replace both by one tensor"
                 )
-        check_proved(self.manifest, own)
+        check_proof(self.manifest, own)
         self.refresh_constants()
         self._buffers = self._read_buffers()
 

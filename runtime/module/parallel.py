@@ -32,13 +32,7 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates
 from autoptd.runtime.user_warnings import warn_caller
 from autoptd.runtime.weights.pretrained import write_pretrained
-from autoptd.runtime.weights.slices import (
-    check_proved,
-    gather_whole,
-    load_whole,
-    register_slices,
-    take_slices,
-)
+from autoptd.runtime.weights.slices import check_proof, gather_whole, load_whole, register_slices, take_slices
 from autoptd.runtime.weights.submodules import UNREAD, BoundModule
 
 
@@ -248,7 +242,7 @@ class Parallel(BoundModule):
 
         Raises ValueError for other values of a buffer that were compiled into the program.
         """
-        check_proved(self._manifest, state_dict)
+        check_proof(self._manifest, state_dict)
         result = super().load_state_dict(state_dict, strict, assign)
         self._take_over()
         return result

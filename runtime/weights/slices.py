@@ -133,7 +133,7 @@ def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def check_proved(manifest: Manifest, tensors: Weights) -> None:
+def check_proof(manifest: Manifest, tensors: Weights) -> None:
     """Raise ValueError if a buffer in `tensors` has other values than those that the program was proved with.
     A rank's part of a divided one says nothing of them.
     """
@@ -216,7 +216,7 @@ def load_whole(manifest: Manifest, rank: Rank, slices: Slices, state: Mapping[st
             f"{len(unknown)} names of the state are unknown to the compiled model: "
             f"{', '.join(unknown[:5])}; give the state_dict of the model that was compiled"
         )
-    check_proved(manifest, state)
+    check_proof(manifest, state)
     check_tied(manifest, state)
     # All are looked up before any is changed.
     whole = {name: state[find_name(manifest, state, name)] for name in names}
