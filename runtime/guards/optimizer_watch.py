@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.guards.weight_agreement import StepLog
-from autoptd.runtime.optimizer.zero1 import ELEMENTWISE, FlatShard, list_elementwise
+from autoptd.runtime.optimizer.zero1 import ELEMENTWISE, KNOWN, FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 
@@ -197,7 +197,7 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
         if not marks.whole_steps and optimizer not in marks.marked and type(optimizer) not in ELEMENTWISE:
             kind = type(optimizer).__name__
             raise ValueError(
-                f"{kind} is not known to step each element by itself, as {list_elementwise()} do, and on this mesh a "
+                f"{kind} is not known to step each element by itself, as {KNOWN} do, and on this mesh a "
                 "rank has slices of parameters: computations over a whole one would train otherwise than on one "
                 f"device. Let it have them whole: optimizer = parallel.whole_optimizer({kind}, parameters, ...)"
             )

@@ -18,6 +18,7 @@ ELEMENTWISE = (
     *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta),
     *(optim.RMSprop, optim.Rprop, optim.SGD, optim.ASGD),
 )
+KNOWN = ", ".join(kind.__name__ for kind in ELEMENTWISE)
 # Of their states those that are one number for all elements that are stepped together.
 SINGLE = ("step", "mu_product", "eta", "mu")
 
@@ -147,17 +148,12 @@ class FlatShard:
         return {name: row[held[name][0]] if name in held else row[:0] for name in self.names}
 
 
-def list_elementwise() -> str:
-    """Return the names of the optimizers that are known to step each element by itself."""
-    return ", ".join(kind.__name__ for kind in ELEMENTWISE)
-
-
 def check_elementwise(optimizer: optim.Optimizer) -> None:
     """Raise ValueError unless the step of `optimizer` may be divided anywhere."""
     if type(optimizer) not in ELEMENTWISE:
         raise ValueError(
             f"{type(optimizer).__name__} is not known to step each element by itself, so that its states cannot be "
-            f"divided among the replicas: use one of {list_elementwise()}, or let it step whole parameters "
+            f"divided among the replicas: use one of {KNOWN}, or let it step whole parameters "
             f"(parallel.whole_optimizer({type(optimizer).__name__}, parameters, ...))"
         )
     for number, group in enumerate(optimizer.param_groups):
