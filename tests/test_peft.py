@@ -18,6 +18,7 @@ from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.program import find_trained
 from autoptd.runtime import collectives, kernels
+from autoptd.simulate.stage_times import count_flops
 from samples.gpt import GPTConfig
 from samples.huggingface import make_gpt2, make_llama
 from tests.ranks import run_ranks
@@ -210,3 +211,11 @@ def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path: Path) -> None:
     for name in trained:
         assert torch.equal(after[name], stepped[name])
         assert not torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_methods_are_divided(name: str) -> None:
+    """Half of the FLOPs, but for the small products that one tensor rank repeats: of four inputs or outputs in 32."""
+    model = adapt(name)
+    one, two = (sum(map(count_flops, compile_adapted(model, (t, 1, 1)).stages)) for t in (1, 2))
+    assert two / one < 0.57

@@ -151,6 +151,24 @@ def _matmul(call: Call) -> fx.Node | None:
     return call.emit(aten.linear.default, call.source, other.args[0])
 
 
+def _linear(call: Call) -> fx.Node | None:
+    """Write the product of an identity with a weight as the weight transposed (DoRA)."""
+    if call.source.target is not aten.eye.default or call.argument("bias") is not None:
+        return None
+    return call.emit(aten.transpose.int, call.args[1], 0, 1)
+
+
+def _norm(call: Call) -> fx.Node | None:
+    """Write the 2-norm over one dimension by a sum, which may be divided: of what has no gradient, a root's not being 0
+    at 0."""
+    dim, options = call.argument("dim"), [call.argument(name) for name in ("ord", "dtype")]
+    if call.source in call.writer.trained or options not in ([None, None], [2, None]) or len(dim or ()) != 1:
+        return None
+    squares = call.derive(aten.mul.Tensor, call.source, call.source)
+    total = call.derive(aten.sum.dim_IntList, squares, dim, call.argument("keepdim"))
+    return call.emit(aten.sqrt.default, total)
+
+
 def _einsum(call: Call) -> fx.Node:
     """Write letters for "...", and several products one by one: along the path, or the first two, their result last."""
     equation, operands = str(call.args[0]).replace(" ", ""), call.args[1]
@@ -292,6 +310,8 @@ RULES: dict[Any, Rule] = {
     aten.mul.Tensor: _neutral(1),
     aten.add.Tensor: _neutral(0),
     aten.matmul.default: _matmul,
+    aten.linear.default: _linear,
+    aten.linalg_norm.default: _norm,
     aten.einsum.default: _einsum,
     aten.tensordot.default: _tensordot,
     aten.cat.default: _concatenate,
