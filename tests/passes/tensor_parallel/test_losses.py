@@ -134,6 +134,9 @@ FORMS: dict[str, Loss] = {
     "sequence first": on_logits(
         lambda x, y: F.cross_entropy(x.transpose(0, 1).reshape(-1, x.shape[-1]), y.t().reshape(-1))
     ),
+    "head by an einsum": lambda model, hidden, y: F.cross_entropy(
+        torch.einsum("bsh,vh->bvs", hidden, model.embed.weight), y
+    ),
     "chunked head": chunked,
     "chunked logits": on_logits(chunked_logits),
     "distillation": distilled,
