@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class Reverse(Function):
 class Reversed(Decoder):
     def __init__(self) -> None:
         super().__init__()
-        self.reverse = partial(Reverse.apply, factor=0.3) if False else Reverse.apply
+        self.reverse = Reverse.apply  # an attribute
         self.domain = nn.Linear(HIDDEN, HIDDEN)
 
     def run(self, x: Tensor) -> Tensor:
