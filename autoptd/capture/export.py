@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_leaves  # private, with no public twin
 
 from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
@@ -25,7 +25,7 @@ from autoptd.capture.custom_autograd import FunctionError, Functions, write_func
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import Examples, read_examples
 from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
-from autoptd.capture.objective import DataDependentError, Objective
+from autoptd.capture.objective import Objective
 from autoptd.capture.results import LossError, Outputs
 from autoptd.capture.side_effects import (
     NUMBERS,
@@ -34,7 +34,8 @@ from autoptd.capture.side_effects import (
     refuse_hooks,
     refuse_new_hooks,
 )
-from autoptd.capture.source_lines import short_line, user_line
+from autoptd.capture.source_lines import short_line
+from autoptd.capture.trace_errors import describe_error, explain, find_way
 from autoptd.passes.ir.nodes import NodeInfo, aten_name, describe, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime.module.parallel import Parallel
@@ -86,8 +87,14 @@ def capture(
     dtypes = torch.autocast("cpu", autocast.dtype) if autocast else nullcontext()
     said_causal = patch.object(transformer, "_detect_is_causal_mask", _is_said_causal)
     with dtypes, said_causal, assuming() as assumed:
-        with keeping_attributes(objective):
-            exported = _export(objective, values, functions)
+        try:
+            with keeping_attributes(objective):
+                exported = _export(objective, values, functions)
+        except (LossError, FunctionError, SideEffectError):
+            raise
+        except Exception as error:
+            watching = Functions(autocast).watch()
+            raise ValueError(explain(error, objective, mode, values, watching)) from error
         differences = tuple(_compare_modes(objective, mode, values, Functions(autocast)))
     unchecked = "is an assertion on data, and not in the program: a step checks row numbers and labels"
     notes = (*functions.describe(), *differences, *(f"{line} {unchecked}" for line in assumed))
@@ -98,7 +105,7 @@ def capture(
             "them, neither for you nor for the next call. Return beside the loss what you want to see, and name it in "
             "outputs="
         )
-    graph = _build_graph(exported, tensors, examples, tuple(objective.result.outputs))
+    graph = _build_graph(exported, tensors, examples, tuple(objective.result.outputs), model)
     stage = Stage(graph, tensors.parameters, fx.Graph())
     log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
@@ -136,31 +143,13 @@ def check_model(model: object) -> None:
 
 
 def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functions) -> ExportedProgram:
-    try:
-        # Only the graph is wanted: torch.export would write Python code for it after each of its passes.
-        with functions.watch(), _use_lazy_graph_module(True), warnings.catch_warnings():
-            # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
-            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
-            exported = torch.export.export(objective, values, strict=False)
-            write_functions(exported.graph_module)
-            return exported
-    except (LossError, FunctionError, SideEffectError):
-        raise
-    except DataDependentError as error:
-        place, found = _describe(error.__cause__ or error, objective.captured)
-        grouped = hasattr(objective.captured, "set_experts_implementation")
-        way = "; for a loop over experts, model.set_experts_implementation('batched_mm')" * grouped
-        raise ValueError(
-            f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
-            f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
-            f"instead of the branch; pass a module without that branch{way}"
-        ) from error
-    except Exception as error:
-        place, found = _describe(error, objective.captured)
-        raise ValueError(
-            f"{place}: the model cannot be traced ({found}). Write that call with torch operators, or move it out of "
-            "forward"
-        ) from error
+    # Only the graph is wanted: torch.export would write Python code for it after each of its passes.
+    with functions.watch(), _use_lazy_graph_module(True), warnings.catch_warnings():
+        # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
+        warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
+        exported = torch.export.export(objective, values, strict=False)
+        write_functions(exported.graph_module)
+        return exported
 
 
 def _compare_modes(
@@ -174,7 +163,7 @@ def _compare_modes(
     except SideEffectError:
         raise
     except Exception as error:  # the trace supports operators that do not run otherwise without data
-        yield f"evaluation was not compared with training: {_describe(error, objective.captured)[1]}"
+        yield f"evaluation was not compared with training: {describe_error(error, objective.captured)[1]}"
         return
     if calls.found:
         line = f"in evaluation the model computes something else, from {calls.found}"
@@ -190,12 +179,6 @@ def _compare_modes(
             "dropout_p=p if self.training else 0.0), or evaluate with the model itself, which loads full_state_dict()"
         )
         yield line
-
-
-def _describe(error: BaseException, model: nn.Module) -> tuple[str, str]:
-    """Return the error's place in the user's code, and its first line."""
-    place = user_line(traceback.extract_tb(error.__traceback__)) or type(model).__name__
-    return place, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 class _Tensors(NamedTuple):
@@ -282,7 +265,11 @@ def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Ten
 
 
 def _build_graph(
-    exported: ExportedProgram, tensors: _Tensors, examples: Examples, paths: Sequence[tuple[str, ...]]
+    exported: ExportedProgram,
+    tensors: _Tensors,
+    examples: Examples,
+    paths: Sequence[tuple[str, ...]],
+    model: nn.Module,
 ) -> fx.Graph:
     """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
     inputs = [s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
@@ -316,7 +303,7 @@ def _build_graph(
             values[node] = graph.node_copy(node, value_of)
             region = _region(exported.graph_module, node) if node.op == "get_attr" else None
             _describe_node(values[node], node, region=region)
-            _check_value(values[node])
+            _check_value(values[node], model)
     return graph
 
 
@@ -328,12 +315,14 @@ def _drop_checks(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _check_value(node: fx.Node) -> None:
-    """Raise ValueError for a number that depends on data, such as the length of a list made from a tensor."""
-    if isinstance(node.meta["val"], NUMBERS):
+def _check_value(node: fx.Node, model: nn.Module) -> None:
+    """Raise ValueError for a number or size that depends on data, such as the length of a list made from a tensor."""
+    results = tree_leaves(node.meta["val"])
+    if any(isinstance(x, NUMBERS) for value in results for x in (value, *getattr(value, "shape", ()))):
         raise ValueError(
-            f"{where(node)}: {node.target} makes a number from a tensor's values, and a graph whose sizes change with "
-            "the batch cannot be compiled; keep the number in a tensor, or take it from shapes or the config"
+            f"{where(node)}: {node.target} makes a number or size from a tensor's values, and a graph whose sizes "
+            "change with the batch cannot be compiled; keep the number in a tensor, or take it from shapes or the "
+            f"config{find_way(model)}"
         )
 
 

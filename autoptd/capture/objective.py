@@ -56,7 +56,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.captured = model
-        self.names = [i.name for i in examples.inputs]
+        self.inputs = examples.inputs
         self.constants = dict(examples.constants)
         self.loss_fn, self.wanted = loss_fn, wanted
         self.targets = frozenset(examples.targets)
@@ -91,12 +91,12 @@ class Objective(nn.Module):
                 "the loss has no gradient, and the plain model's loss.backward() raises: forward runs under "
                 "torch.no_grad or inference_mode, or detaches what it computes; take that out of forward"
             )
-        self.result.varying = judge_left(loss, left, self.known.varies)
+        self.result.varying = judge_left((loss, *self.result.outputs.values()), left, self.known.varies)
         return loss
 
     def find_loss(self, *values: Tensor) -> Tensor:
         """Return the loss as `forward` does, without what only a trace asks for."""
-        given = {**self.constants, **dict(zip(self.names, values, strict=True))}
+        given = {**self.constants, **dict(zip((i.name for i in self.inputs), values, strict=True))}
         result = _call(self.captured, {k: v for k, v in given.items() if k not in self.targets})
         if self.loss_fn is None:
             loss, output = find_loss(result)

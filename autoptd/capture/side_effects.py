@@ -9,7 +9,7 @@ import random
 import sys
 import traceback
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
@@ -100,7 +100,8 @@ def refuse_side_effects(
         if now.get(place) is not buffer:
             raise SideEffectError(
                 f"forward assigns the buffer {place!r}, which is not supported in a step: keep it constant, or update "
-                "it outside forward; if only the first call fills it, make that call before compile"
+                "it outside forward; if only the first call fills it, make that call before compile; if it is a cache "
+                "of earlier tokens, call forward without it"
             )
     for name, state in _random_states(held).items():
         if state != drawn.get(name, state):
@@ -129,13 +130,15 @@ def _assign_view(module: nn.Module, name: str, value: Any, assign: Any = nn.Modu
     assign(module, name, value)
 
 
-def judge_left(loss: Tensor, left: Mapping[str, Any], varies: Callable[[Any], bool]) -> list[str]:
-    """Raise SideEffectError for a tensor with a gradient that forward has `left` beside the loss.
+def judge_left(
+    results: Iterable[Tensor], left: Mapping[str, Any], varies: Callable[[Any], bool]
+) -> list[str]:
+    """Raise SideEffectError for a tensor with a gradient that forward has `left` beside the `results` of the step.
 
     Returns the places of what else is left and `varies` from step to step: numbers, detached tensors, and lists of what
     the loss is computed from.
     """
-    inside, pending = set(), [loss.grad_fn]
+    inside, pending = set(), [result.grad_fn for result in results]
     while pending:
         if (function := pending.pop()) is not None and function not in inside:
             inside.add(function)
@@ -147,7 +150,7 @@ def judge_left(loss: Tensor, left: Mapping[str, Any], varies: Callable[[Any], bo
             raise SideEffectError(
                 f"forward leaves {place}, a tensor with a gradient that the loss does not read there, and a step sets "
                 "nothing: what reads it after the call would miss it in silence. Add it to the loss in forward, return "
-                "it beside the loss, or keep its .detach()"
+                "it beside the loss and name it in outputs=, or keep its .detach()"
             )
         # A number that is added to the loss needs nobody to read it.
         if isinstance(value, NUMBERS) or ((function is None or value.dim()) and varies(value)):

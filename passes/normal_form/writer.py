@@ -208,7 +208,7 @@ def refuse_owned(cell: Cell, node: fx.Node) -> None:
         raise ValueError(
             f"{where(node)}: forward writes to {cell.owner!r}, a parameter or buffer; changing it in the step is not "
             "supported. Keep it constant, or update it outside forward; if only the first call fills it, make that "
-            "call before compile"
+            "call before compile; if it is a cache of earlier tokens, call forward without it"
         )
 
 

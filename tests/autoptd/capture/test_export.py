@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
+import re
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -424,7 +427,7 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
             Item(loss_only),
             {},
             ValueError,
-            ["test_export.py:", "makes a number from a tensor's values", "config"],
+            ["test_export.py:", "makes a number or size from a tensor's values", "config"],
         ),
         (Counting(), {}, ValueError, ["test_export.py:", "'count'", "buffer", "outside forward"]),
         (Head(lambda logits, loss: logits), {}, ValueError, ["no scalar loss", "[2, 16, 61]", "loss_fn="]),
@@ -456,6 +459,154 @@ def test_bad_input(
     for word in words:
         assert word in str(found.value)
     assert "def forward" not in capfd.readouterr().err, "the graph so far, as torch prints it"
+
+
+class Mixture(nn.Module):
+    """Experts that are given their own tokens, in ways that people write, or all."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.table, self.head, self.router = (
+            nn.Embedding(VOCABULARY, 8),
+            nn.Linear(8, VOCABULARY),
+            nn.Linear(8, 3),
+        )
+        self.experts, self.way = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), way
+        self.double()
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(idx).flatten(0, 1)
+        probabilities = self.router(x).softmax(-1)
+        gates, chosen = probabilities.topk(2, -1)
+        logits = self.head(getattr(self, self.way)(x, probabilities, gates, chosen))
+        return functional.cross_entropy(logits, targets.flatten())
+
+    def where(self, x: Tensor, probabilities: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows, slots = torch.where(chosen == e)
+            out[rows] += gates[rows, slots, None] * expert(x[rows])
+        return out
+
+    def mask(self, x: Tensor, probabilities: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            mask = (chosen == e).any(-1)
+            out[mask] = out[mask] + probabilities[mask][:, e, None] * expert(x[mask])
+        return out
+
+    def skip(self, x: Tensor, probabilities: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            if (mask := (chosen == e).any(-1)).any():
+                out[mask] += probabilities[mask][:, e, None] * expert(x[mask])
+        return out
+
+    def dense(self, x: Tensor, probabilities: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        weights = torch.zeros_like(probabilities).scatter(-1, chosen, gates)
+        result: Any = sum(weights[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+        return cast(Tensor, result)
+
+
+@pytest.mark.parametrize("way", ["where", "mask", "skip"])
+def test_a_loop_over_experts_is_refused_with_the_line_that_works(way: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = Mixture(way), batch("idx", "targets")
+    with pytest.raises(ValueError, match=r"test_export\.py.* tensor's values") as found:
+        compiled(model, example_inputs=inputs)
+    text = inspect.getsource(Mixture.dense)
+    for line in re.findall(r"torch\.zeros_like.*?gates\)|sum\(weights.*experts\)\)", str(found.value)):
+        assert line in text
+    assert str(found.value).count("weights") == 2
+    loss = model(**inputs)
+    model.way = "dense"
+    assert_same(model, compiled(model, example_inputs=inputs), inputs, loss, 1e-12)
+
+
+def test_only_a_model_of_transformers_with_experts_is_told_its_option() -> None:
+    model = HUGGING_FACE["llama"]()
+    model.model.norm.register_forward_hook(lambda own, args, x: x if x.sum() > 0 else 2 * x)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="depends on a tensor's values") as found:
+        compiled(model, example_inputs=batch("input_ids", "labels"))
+    assert "experts" not in str(found.value)
+
+
+def misshapen(own: Refused, x: Tensor) -> Tensor:
+    return x @ torch.ones(7, 8)
+
+
+def missing(own: Refused, x: Tensor) -> Tensor:
+    return cast(Any, own).absent(x)  # type: ignore[no-any-return]
+
+
+def checked(own: Refused, x: Tensor) -> Tensor:
+    assert x.shape[1] > LENGTH, "too short"
+    return x
+
+
+@pytest.mark.parametrize("between", [misshapen, missing, checked])
+def test_what_the_model_itself_raises_is_said_first(between: Callable[[Refused, Tensor], Tensor]) -> None:
+    """As the plain model does, with the same inputs; what only a trace cannot do is not said of the model."""
+    model, inputs = Refused(between), {name: x % 40 for name, x in batch("idx", "targets").items()}
+    with pytest.raises((RuntimeError, AttributeError, AssertionError)) as plain:
+        model(**inputs)
+    given = rf"with these inputs: idx \[2, {LENGTH}\] of torch.int64, targets"
+    found = rf"test_export\.py:\d+: .*: the model itself raises {plain.type.__name__}: .* {given}"
+    with pytest.raises(ValueError, match=found):
+        compiled(model, example_inputs=inputs)
+    readable = Refused(lambda own, x: x + torch.from_numpy(x.detach().numpy()))
+    readable(**inputs)
+    with pytest.raises(ValueError, match="the model cannot be traced"):
+        compiled(readable, example_inputs=inputs)
+
+
+def test_a_loss_that_forward_keeps_is_named() -> None:
+    class Keeping(Head):
+        returns = False
+
+        def forward(self, idx: Tensor, targets: Tensor) -> Any:
+            self.last_loss = super().forward(idx, targets)
+            return self.last_loss if self.returns else self.head(self.embedding(idx))
+
+    model, inputs = Keeping(loss_only), batch("idx", "targets")
+    with pytest.raises(
+        ValueError, match=r"no scalar loss.*Forward leaves a scalar in last_loss: return that"
+    ):
+        compiled(model, example_inputs=inputs)
+    model.returns = True
+    assert_same(model, compiled(model, example_inputs=inputs), inputs, model(**inputs))
+
+
+def test_arguments_of_the_loss_that_are_missing_are_said() -> None:
+    def loss(logits: Tensor, answers: Tensor, scale: float) -> Tensor:
+        return scale * token_loss(logits, answers)
+
+    model, inputs = LogitsOnly(), batch("tokens", "answers")
+    with pytest.raises(ValueError, match=r"lacks scale; .*functools\.partial\(loss_fn, scale=\.\.\.\)"):
+        compiled(model, example_inputs=inputs, loss_fn=loss)
+    program = compiled(model, example_inputs=inputs, loss_fn=functools.partial(loss, scale=2.0))
+    assert_same(model, program, inputs, loss(model(inputs["tokens"]), inputs["answers"], 2.0))
+
+
+def test_a_cache_of_earlier_tokens_is_left_out() -> None:
+    class Caching(Head):
+        def __init__(self) -> None:
+            super().__init__(loss_only)
+            self.register_buffer("cache", torch.zeros(2, LENGTH, 8))
+
+        def forward(self, idx: Tensor, targets: Tensor, start: int | None = None) -> Any:
+            x = self.embedding(idx)
+            if start is not None:
+                self.get_buffer("cache")[:, start : start + x.shape[1]] = x
+                x = self.get_buffer("cache")[:, : start + x.shape[1]]
+            return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    model, inputs = Caching(), batch("idx", "targets")
+    with pytest.raises(
+        ValueError, match=r"'cache'.*if it is a cache of earlier tokens, call forward without it"
+    ):
+        compiled(model, example_inputs={**inputs, "start": 0})
+    assert_same(model, compiled(model, example_inputs=inputs), inputs, model(**inputs))
 
 
 class Refused(nn.Module):
