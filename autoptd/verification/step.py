@@ -86,21 +86,22 @@ def verify_program(
         tensors = {name: x.to(manifest.parameters[name].dtype) for name, x in tensors.items()}
         values = {i.name: values[i.name].to(i.dtype) for i in manifest.inputs}
     wide = widen(manifest) if precise else manifest
+
+    def run_alone() -> StepResult:
+        return run_plain(manifest, model, loss_fn, tensors, values, precise)
+
+    def run_divided(watched: dict[int, Values] | None = None) -> list[StepResult]:
+        return _run_ranks(texts, wide, tensors, values, precise, watched)
+
     # The plain model first: the texts must accept every batch that it accepts.
-    given = manifest, model, loss_fn
-    way = "pass batch= with values that it accepts"
-    plain = _explain(PLAIN, way, values, lambda: run_plain(*given, tensors, values, precise))
+    plain = _explain(PLAIN, "pass batch= with values that it accepts", values, run_alone)
     anew = {name: plain.tables[x.data_ptr()] for name, x in buffers.items() if x.data_ptr() in plain.tables}
     tensors |= anew
     way = "the plain model accepts it: correct the lookup in the text"
-    found = _explain("the program", way, values, lambda: _run_ranks(texts, wide, tensors, values, precise))
+    found = _explain("the program", way, values, run_divided)
     own, disagreements = join_gradients(wide, found)
     expected = [plain.outputs[manifest.mesh.coordinates(rank).data] for rank in range(len(found))]
-    bounds: dict[str, float] = {}
-    if not precise:
-        other = run_plain(*given, _round_again(tensors, seed), values, precise)
-        floor = max(torch.finfo(x.dtype).eps for x in tensors.values() if x.is_floating_point())
-        bounds = {name: ROUNDINGS * max(bound, floor) for name, bound in _compare(other, plain).items()}
+    notes = _notes(program, manifest, plain.promoted, sum(r.promoted for r in found), anew)
     report = Report(
         loss=found[0].loss,
         reference_loss=plain.loss,
@@ -110,39 +111,48 @@ def verify_program(
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
-        notes=(
-            *plain.notes,
-            *_notes(program, manifest, plain.promoted, sum(r.promoted for r in found), anew),
-        ),
-        bounds=bounds,
+        notes=(*plain.notes, *notes),
+        bounds={} if precise else _find_bounds(plain, tensors, seed, run_alone),
     )
-    if LOSS not in report.wrong:
-        return replace(report, fault=find_first_right(program, report.wrong))
-    # The values of both runs are kept in another turn, since only a failure is worth that.
-    with Values() as reference:
-        run_plain(*given, tensors, values, precise)
-    lines: dict[int, Values] = {}
-    _run_ranks(texts, wide, tensors, values, precise, lines)
-    first = [lines[rank].lines for rank in sorted(lines) if manifest.mesh.coordinates(rank).data == 0]
-    return replace(report, fault=find_first_wrong(program, reference.found, first))
+    return replace(report, fault=_find_fault(report, program, run_alone, run_divided))
 
 
-def _compare(other: StepResult, plain: StepResult) -> dict[str, float]:
-    """Return the relative errors of another step of the plain model."""
+def _find_bounds(
+    plain: StepResult, tensors: dict[str, Tensor], seed: int, run: Callable[[], StepResult]
+) -> dict[str, float]:
+    """Return the errors that rounding may make: some times those of another step of the `plain` model.
+
+    In that about half of the weights' elements are rounded to the next number.
+    """
+    generator, kept = torch.Generator().manual_seed(seed), dict(tensors)
+    wide = {name: x for name, x in tensors.items() if x.is_floating_point()}
+    for name, x in wide.items():
+        step = torch.finfo(x.dtype).eps * torch.rand(x.shape, generator=generator, dtype=torch.float64)
+        tensors[name] = (x * (1 + step)).to(x.dtype)
+    other = run()
+    tensors |= kept
     errors = {LOSS: abs(other.loss / plain.loss - 1), NORM: abs(other.norm / plain.norm - 1)}
     errors |= compare_gradients(other.gradients, plain.gradients)
-    return errors | compare_outputs(other.outputs, plain.outputs)
+    errors |= compare_outputs(other.outputs, plain.outputs)
+    floor = max(torch.finfo(x.dtype).eps for x in wide.values())
+    return {name: ROUNDINGS * max(error, floor) for name, error in errors.items()}
 
 
-def _round_again(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return the weights with about half of their elements rounded to the next number above or below."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def move(x: Tensor) -> Tensor:
-        step = torch.finfo(x.dtype).eps * torch.rand(x.shape, generator=generator, dtype=torch.float64)
-        return (x * (1 + step)).to(x.dtype)
-
-    return {name: move(x) if x.is_floating_point() else x for name, x in tensors.items()}
+def _find_fault(
+    report: Report,
+    program: Program,
+    run_alone: Callable[[], StepResult],
+    run_divided: Callable[[dict[int, Values]], list[StepResult]],
+) -> str:
+    """Say where the first wrong value is made, if there is one: both run again, and their values are kept."""
+    if LOSS not in report.wrong:
+        return find_first_right(program, report.wrong)
+    lines: dict[int, Values] = {}
+    with Values() as reference:
+        run_alone()
+    run_divided(lines)
+    first = [lines[rank].lines for rank in sorted(lines) if program.mesh.coordinates(rank).data == 0]
+    return find_first_wrong(program, reference.found, first)
 
 
 def check_memory(manifest: Manifest) -> None:
