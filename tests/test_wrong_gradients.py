@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from samples.wrong_gradients import FAULTS, PAGE, Fault, find, make_batch, make_program
+from samples.packed_reader import make_batch, make_program
+from samples.wrong_gradients import FAULTS, PAGE, Fault, find
 
 QUICK = ("a pipeline's gradients are not divided by the number of tokens", "tensor ranks read different data")
 PLACE = r"program_0\d\.py:\d+|schedule: rank 1: |norm of the gradient|argument idx differs|optimizer has 52"
