@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Words = TypeVar("Words", Tensor, NDArray[np.int64])
+Key = Sequence[int]  # of a mask, as `mask_key` makes it
 
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -131,9 +132,7 @@ def mask_key(
     return [operator, int(batch_dim is not None), batch, inner, run, whole, start]
 
 
-def draw_mask(
-    key: Sequence[int], moment: Tensor, p: float, shape: Sequence[int], causal: bool = False
-) -> Tensor:
+def draw_mask(key: Key, moment: Tensor, p: float, shape: Sequence[int], causal: bool = False) -> Tensor:
     """Draw the mask of `key` at a `moment` as a bool tensor of `shape`: an element is kept when its number is at least
     p * 2**16.
 

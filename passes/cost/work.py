@@ -15,14 +15,7 @@ from torch import fx
 
 from autoptd.passes.ir.program import Stage, may_be_trained
 from autoptd.passes.operators import quantities
-from autoptd.passes.operators.quantities import (
-    Product,
-    Sizes,
-    Value,
-    Work,
-    differentiable_arguments,
-    local_sizes,
-)
+from autoptd.passes.operators.quantities import Product, Sizes, Value, Work, local_sizes
 from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten
 
@@ -63,7 +56,8 @@ def backward_work(
     elif is_free(node):
         work = Work()
     else:
-        kept = {"arguments": differentiable_arguments(node), "result": [node], "nothing": []}[rules.keeps]
+        arguments = quantities.differentiable_arguments(node)
+        kept = {"arguments": arguments, "result": [node], "nothing": []}[rules.keeps]
         work = _in_half(quantities.differentiate(node, value, wanted, kept), node)
     for source in wanted:
         if source.op == "get_attr":

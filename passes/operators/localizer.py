@@ -10,16 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import (
-    Propagation,
-    as_results,
-    change_info,
-    describe,
-    info,
-    nodes_in,
-    shape_of,
-    where,
-)
+from autoptd.passes.ir import nodes
+from autoptd.passes.ir.nodes import Propagation, as_results, change_info, describe, info, shape_of, where
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
@@ -206,10 +198,10 @@ class Localizer:
 
     def _place_outputs(self, output: fx.Node) -> Iterator[Result]:
         """Yield what a call returns besides the loss, with placement and batch dimension: that of the samples' rows."""
-        nodes, inputs = {str(n.target): n for n in self.axis_map.inputs}, self.program.inputs
-        split = [(nodes[i.name], i.batch_dim) for i in inputs if i.batch_dim is not None and i.name in nodes]
+        given, inputs = {str(n.target): n for n in self.axis_map.inputs}, self.program.inputs
+        split = [(given[i.name], i.batch_dim) for i in inputs if i.batch_dim is not None and i.name in given]
         samples = {axis for n, dim in split for axis in ax.factors(self.axis_map.of(n)[dim])[:1]}
-        _, *values = nodes_in(output.args[0])
+        _, *values = nodes.nodes_in(output.args[0])
         for result, value in zip(info(output).outputs, values, strict=True):
             axes = self.axis_map.of(value)
             outer = (d for d, axis in enumerate(axes) if not samples.isdisjoint(ax.factors(axis)[:1]))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Prices = Sequence[int | None]  # of a cut before each item; None forbids it
 
 UNREACHED = -(2**61)
 UNLIMITED = 2**61
@@ -115,11 +116,7 @@ class CostSequence:
 
 
 def fold(
-    costs: Sequence[int],
-    boundary_costs: Sequence[int | None],
-    memory: Memory | None,
-    num_stages: int,
-    num_ranks: int,
+    costs: Sequence[int], boundary_costs: Prices, memory: Memory | None, num_stages: int, num_ranks: int
 ) -> CostSequence:
     """Keep one place in each run of items that cost and hold nothing: the cheapest, the first of equals."""
     work, static, activation = (np.zeros(len(costs) + 1, np.int64) for _ in range(3))

@@ -12,7 +12,7 @@ from torch import Tensor
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.operands import check_rows, promote, sum_rows
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
-from autoptd.runtime.randomness import draw_mask, mask_key
+from autoptd.runtime.randomness import Key, draw_mask, mask_key
 
 
 def dropout(
@@ -67,12 +67,7 @@ def _allocate(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) 
 
 @define_operator("bias_dropout_add", _allocate, triton="elementwise")
 def bias_dropout_add_operator(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    p: float,
-    key: Sequence[int],
-    moment: Tensor | None,
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Key, moment: Tensor | None
 ) -> Tensor:
     """Compute `bias_dropout_add`; nothing is dropped where `key` is empty and the `moment` None."""
     dtype = promote(x, bias, residual)
@@ -95,12 +90,7 @@ def _allocate_gradients(
 
 @define_operator("bias_dropout_add_backward", _allocate_gradients, triton="elementwise")
 def _bias_dropout_add_backward(
-    gradient: Tensor,
-    p: float,
-    key: Sequence[int],
-    moment: Tensor,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
+    gradient: Tensor, p: float, key: Key, moment: Tensor, x_dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and bias; without a bias, backward is the dropout itself."""
     of_total = bias_dropout_add_operator(gradient, None, None, p, key, moment)
@@ -150,7 +140,7 @@ def find_key(
     return key, rank.randomness.locate(x.device)
 
 
-def apply_mask(x: Tensor, p: float, key: Sequence[int], moment: Tensor, causal: bool = False) -> Tensor:
+def apply_mask(x: Tensor, p: float, key: Key, moment: Tensor, causal: bool = False) -> Tensor:
     """Return `x` times its mask, unscaled, like `x` in memory; `causal` scores are zero above the diagonal."""
     return torch.empty_like(x).copy_(draw_mask(key, moment, p, x.shape, causal)).mul_(x)
 

@@ -50,11 +50,7 @@ def split_linear(
 
 
 def multiply(
-    rank: Rank | None,
-    product: Product,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    rank: Rank | None, product: Product, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """Compute `product` of x, or of ``copy_to_tensor(rank, x)``, with each weight and its bias."""
     made: tuple[Tensor, ...] = _Products.apply(rank, product, x, *weights, *biases)  # type: ignore[no-untyped-call]

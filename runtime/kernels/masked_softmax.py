@@ -18,6 +18,7 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import apply_mask, find_key, keep_factor
 from autoptd.runtime.kernels.operands import HALF, check_operands, widen
 from autoptd.runtime.kernels.registration import define_operator
+from autoptd.runtime.randomness import Key
 
 
 def scaled_softmax(
@@ -81,7 +82,7 @@ def _scaled_softmax(
     is_causal: bool,
     scale: float,
     p: float,
-    key: Sequence[int],
+    key: Key,
     moment: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the dropped softmax and the softmax itself, which is empty where nothing is dropped and they are one."""
@@ -118,7 +119,7 @@ def _scaled_softmax_backward(
     is_causal: bool,
     scale: float,
     p: float,
-    key: Sequence[int],
+    key: Key,
     moment: Tensor | None,
 ) -> Tensor:
     """Return the gradient of the masked scores times `scale`: with their scale it is that of the scores.

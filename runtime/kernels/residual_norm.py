@@ -18,6 +18,7 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add_operator, find_key
 from autoptd.runtime.kernels.operands import check_rows, promote, sum_rows, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
+from autoptd.runtime.randomness import Key
 
 _EXACT = ({torch.float32}, {torch.float64})  # dtypes in which torch's own norm rounds as ours
 
@@ -103,7 +104,7 @@ def _epsilon(x: Tensor, eps: float | None) -> float:
     return torch.finfo(x.dtype).eps if eps is None else eps
 
 
-def _adds(bias: Tensor | None, residual: Tensor | None, key: Sequence[int]) -> bool:
+def _adds(bias: Tensor | None, residual: Tensor | None, key: Key) -> bool:
     return bias is not None or residual is not None or bool(key)
 
 
@@ -124,7 +125,7 @@ def _add_norm(
     bias: Tensor | None,
     residual: Tensor | None,
     p: float,
-    key: Sequence[int],
+    key: Key,
     moment: Tensor | None,
     centers: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,7 +160,7 @@ def _add_norm_backward(
     mean: Tensor | None,
     scale: Tensor,
     p: float,
-    key: Sequence[int],
+    key: Key,
     moment: Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -305,10 +305,7 @@ class Parallel(BoundModule):
                 saving.finish()
 
     def load_checkpoint(
-        self,
-        folder: str | Path,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Schedulers = None,
+        self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, scheduler: Schedulers = None
     ) -> Any:
         """Take over the last committed checkpoint of `folder`, or the step's folder `folder`; return its `data`.
 
@@ -332,12 +329,8 @@ class Parallel(BoundModule):
 
     def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
         self._weights.adopt_writes()
-        slices, shards = self._slices(), self._weights.shards
-        named = (
-            None
-            if optimizer is None
-            else NamedOptimizer(optimizer, slices, shards, self._weights.whole.taken)
-        )
+        slices, shards, taken = self._slices(), self._weights.shards, self._weights.whole.taken
+        named = None if optimizer is None else NamedOptimizer(optimizer, slices, shards, taken)
         own = slices, shards, named, name_schedulers(scheduler), self._runner.loss_scale
         return Training(self._manifest, self._connection.rank, *own)
 

@@ -158,9 +158,7 @@ def check_elementwise(optimizer: optim.Optimizer) -> None:
         )
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
-            raise ValueError(
-                f"parameter group {number} is differentiable, which a sharded step is not: leave it out"
-            )
+            raise ValueError(f"parameter group {number} is differentiable, and shards are not: leave it out")
 
 
 def join_states(shard: FlatShard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
