@@ -30,11 +30,9 @@ from autoptd.runtime.program.class_path import find_class
 
 _ROUND = "_checkpoint_without_reentrant_generator"
 _ROUND += "_impl" if hasattr(checkpoint, f"{_ROUND}_impl") else ""  # since torch 2.14
-# Of torch.library: such an operator stays whole in a trace, with its gradient.
-_LIBRARY = "GeneratedBackwardFor_"
 # Private: where Function.apply, under whatever name a program has kept it, looks up the call of C++ each time.
 _BASE: Any = Function.__mro__[1]
-_WRITTEN = (Tensor, bool, int, float, str, type(None), torch.dtype)  # what a program's text can hold
+_WRITTEN = {bool, int, float, str, type(None), torch.dtype}  # what a program's text can hold, besides tensors
 
 
 class FunctionError(ValueError):
@@ -85,7 +83,8 @@ class Functions:
             if cls is checkpoint.CheckpointFunction:
                 return self._inline(args)
             traced = any(isinstance(x, FakeTensor) for x in tree_leaves(args))
-            if not traced or kwargs or cls.__name__.startswith(_LIBRARY):
+            # Torch's own, such as that of a torch.library operator, which stays whole in a trace with its gradient.
+            if not traced or kwargs or cls.__module__.startswith("torch._"):
                 return super(_BASE, cls).apply(*args, **kwargs)  # type: ignore[misc]
             return self._trace(cls, args)
 
@@ -116,7 +115,7 @@ class Functions:
         function = _find_function(cls, place)
         leaves, spec = tree_flatten(args)
         for other in leaves:
-            if not isinstance(other, _WRITTEN):
+            if not isinstance(other, Tensor) and type(other) not in _WRITTEN:
                 raise FunctionError(
                     f"{place}: {cls.__name__} takes a {type(other).__name__}, which the text of a program cannot hold; "
                     "pass it tensors, numbers, strings and lists of these"
@@ -205,7 +204,7 @@ def _run(function: AutogradFunction, args: Any, place: str, grad: bool) -> tuple
                 f"{place}: {name} draws random numbers with {func}, which would differ between meshes: draw them in "
                 "the module's forward, a mask as the dropout of ones, and pass them in"
             )
-        if func._schema.is_mutable and own.tensors[0].untyped_storage() in given:
+        if any(x.untyped_storage() in given for x in own.written):
             raise FunctionError(
                 f"{place}: {name} writes to its argument with {func}, but a program's values stay: write to a clone"
             )

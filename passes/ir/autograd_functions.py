@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # private, with no public twin
 
-from autoptd.passes.ir.nodes import shape_of
+from autoptd.passes.ir.nodes import name_arguments, shape_of
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.class_path import find_class
 
@@ -32,10 +32,11 @@ _LOOKS = {"_unsafe_view", "alias", "detach", "expand", "view"}
 
 
 class Operation(NamedTuple):
-    """An operator that a function calls, the tensors and the numbers that it takes, and its result."""
+    """An operator that a function calls, the tensors that it takes and writes to, its numbers, and its result."""
 
     operator: Any
     tensors: Sequence[Tensor]
+    written: Sequence[Tensor]
     numbers: Sequence[Any]
     result: Any
 
@@ -56,8 +57,10 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, given = func(*args, **(kwargs or {})), tree_leaves((args, kwargs))
+        named = name_arguments(func, args, kwargs or {})
+        written = [named[a.name] for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
         numbers = [x for x in given if isinstance(x, bool | int | float | complex)]
-        self.made.append(Operation(func, tensors_in(given), numbers, result))
+        self.made.append(Operation(func, tensors_in(given), tensors_in(written), numbers, result))
         return result
 
 

@@ -432,6 +432,12 @@ class InPlace(Kernel):
         return x.mul_(2)
 
 
+class WithOut(Kernel):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.mul(x.detach(), 2, out=x.data)
+
+
 class Owner(Kernel):
     @staticmethod
     def forward(ctx: Any, x: Tensor, owner: nn.Module) -> Tensor:  # type: ignore[override]
@@ -459,6 +465,7 @@ def local() -> Any:
             lambda x: apply(Owner, x, nn.ReLU()),
             r"Owner takes a ReLU, which the text of a program cannot hold",
         ),
+        (WithOut.apply, r"WithOut writes to its argument with aten\.mul\.out"),
         (local().apply, r"local\.<locals>\.Local is an autograd function that no import finds: .* top level"),
     ],
 )
