@@ -27,7 +27,7 @@ from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed
 from autoptd.passes.operators.views import drop_order, mapped_axes
 from autoptd.runtime import aten, kernels
-from autoptd.runtime.program.placement import AxisPlacement
+from autoptd.runtime.program.placement import AxisPlacement, Shard
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -76,6 +76,11 @@ def _gather_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     return index
 
 
+def _one_hot_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
+    """Make an axis of classes, which are whatever meets them."""
+    return (*axis_map.of(node.args[0]), ax.Axis(shape_of(node)[-1]))
+
+
 # One rank's call
 
 
@@ -119,6 +124,14 @@ def _gather_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node
     return localizer.add(kernels.pick, (localizer.rank, x, index, axis.size, dim), node, name=node.name)
 
 
+def _one_hot_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    classes = localizer.axis_map.of(node)[-1]
+    if not localizer.is_divided((classes,)):
+        return localizer.copy(node)
+    args = (localizer.rank, localizer.whole(node.args[0]), classes.size)
+    return localizer.copy(node, args=args, target=kernels.one_hot)
+
+
 def _loss_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
     given = fx.map_arg(name_arguments(node.target, node.args, node.kwargs), localizer.whole)
     logits, target, ignored = (given[name] for name in ("self", "target", "ignore_index"))
@@ -138,6 +151,11 @@ def _whole_scores_placed(node: fx.Node, placements: proof.Placements) -> AxisPla
     raise proof.PlacementError(
         f"takes as logits {proof.describe(node.args[0], placements)}: expected whole logits, or kernels.cross_entropy"
     )
+
+
+def _one_hot_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    whole = proof.read(node.args[1], placements) is proof.WHOLE
+    return Shard(len(shape_of(node)) - 1) if whole else proof.UNKNOWN
 
 
 # The sequence-first layout
@@ -250,6 +268,8 @@ RULES: Mapping[Any, OperatorRules] = {
     kernels.logsumexp: _kernel("aten.logsumexp", 2),
     kernels.pick: _kernel("aten.gather", 1),
     kernels.maximum: _kernel("aten.max", 3),
+    aten.one_hot: OperatorRules(axes=_one_hot_axes, local=_one_hot_local, traits=_CLASSES),
+    kernels.one_hot: OperatorRules(placed=_one_hot_placed, traits=Trait.ANY_PLACEMENT),
     kernels.clear_padding: OperatorRules(
         placed=proof.divided(None, None, "the value itself"), keeps="nothing", traits=Trait.ANY_PLACEMENT
     ),

@@ -13,7 +13,7 @@ backward, by `randomness.draw_mask` or inside a Triton kernel by `triton.philox.
 
 from autoptd.runtime.kernels.activation import bias_gelu, gated_product, linear_gelu
 from autoptd.runtime.kernels.autograd_function import autograd_function
-from autoptd.runtime.kernels.class_scores import clear_padding, maximum, nll_loss, pick
+from autoptd.runtime.kernels.class_scores import clear_padding, maximum, nll_loss, one_hot, pick
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
 from autoptd.runtime.kernels.linear import add_linear, linear, split_linear
 from autoptd.runtime.kernels.masked_softmax import grouped_attention, scaled_softmax
@@ -24,4 +24,4 @@ from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, logsume
 __all__ = ["add_layer_norm", "add_linear", "add_rms_norm", "autograd_function", "bias_dropout_add"]
 __all__ += ["bias_gelu", "clear_padding", "cross_entropy", "dropout", "embedding", "gated_product"]
 __all__ += ["grouped_attention", "layer_norm", "linear", "linear_gelu", "logsumexp", "lookup", "maximum"]
-__all__ += ["nll_loss", "pick", "rms_norm", "rotary_embedding", "scaled_softmax", "split_linear"]
+__all__ += ["nll_loss", "one_hot", "pick", "rms_norm", "rotary_embedding", "scaled_softmax", "split_linear"]

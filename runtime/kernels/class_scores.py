@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.partial_sums import sum_over_ranks
@@ -29,6 +30,16 @@ def maximum(rank: Rank, x: Tensor, dim: int, vocabulary: int, keepdim: bool = Fa
     index = -rank.all_reduce((-local - start).masked_fill(~here, -vocabulary), "max")
     values = pick(rank, x, index, vocabulary, dim)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
+
+
+def one_hot(rank: Rank, index: Tensor, vocabulary: int) -> Tensor:
+    """Compute this rank's classes of torch's ``one_hot``; illegal numbers are its error."""
+    group = rank.group("tensor")
+    width = -(-vocabulary // group.size)
+    local = index - group.index * width
+    local = local.masked_fill((local < 0) | (local >= width), width)
+    local = local.masked_fill((index < 0) | (index >= vocabulary), width + 1)
+    return functional.one_hot(local, width + 1)[..., :width]
 
 
 def nll_loss(

@@ -145,8 +145,8 @@ CASES = (
     Case("a head in chunks", "litgpt", ChunkedHead),
     Case("a head in a loop", "nanochat", LoopedHead),
     Case("distillation by KL", "torchtune", Distilled),
-    Case("soft targets", "pytorch/examples", SoftTargets, share=0.54),  # the one-hot vectors are whole
+    Case("soft targets", "pytorch/examples", SoftTargets),
     Case("accuracy by argmax", "minGPT", WithAccuracy),
     Case("capped logits", "modded-nanogpt", Softcapped),
-    Case("one-hot labels", "LLMs-from-scratch", OneHotProduct, share=0.54),
+    Case("one-hot labels", "LLMs-from-scratch", OneHotProduct),
 )

@@ -149,6 +149,12 @@ FORMS: dict[str, Loss] = {
             - 0.1 * (x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean()
         )
     ),
+    "one-hot": on_logits(
+        lambda x, y: -(F.one_hot(y.clamp(min=0), x.shape[-1]).to(x) * x.log_softmax(-1)).sum() / y.numel()
+    ),
+    "smoothed one-hot": on_logits(
+        lambda x, y: F.cross_entropy(x.mT, (F.one_hot(y, x.shape[-1]).to(x) * 0.9 + 0.1 / x.shape[-1]).mT)
+    ),
     "smoothing by a mean": on_logits(
         lambda x, y: gathered(x.log_softmax(-1), y) - x.log_softmax(-1).mean() / 9
     ),

@@ -98,9 +98,19 @@ def test_numbers_of_no_class_are_torchs_error(illegal: int) -> None:
         own = own_part(scores, 1, 2, rank.group("tensor").index)
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             kernels.pick(rank, own, index, 5)
+        with pytest.raises(RuntimeError, match="Class values must be"):
+            kernels.one_hot(rank, index, 5)
         return "refused"
 
     assert on_tensor_ranks(2, pick) == ["refused"] * 2
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_one_hot(tensor: int) -> None:
+    index = torch.tensor([[0, 4], [2, 3]])
+    parts = on_tensor_ranks(tensor, lambda rank: kernels.one_hot(rank, index, 5))
+    assert torch.equal(torch.cat(parts, -1)[..., :5], functional.one_hot(index, 5))
+    assert not torch.cat(parts, -1)[..., 5:].any()
 
 
 def test_half_precision_is_summed_in_float32() -> None:
