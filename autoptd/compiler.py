@@ -1,7 +1,5 @@
 """`autoptd.compile`: capture, the pipeline of passes, emission and proof. The one file that knows the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

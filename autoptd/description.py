@@ -1,7 +1,5 @@
 """The manifest of a compiled program, read from its stages and the user's model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

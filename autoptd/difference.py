@@ -1,7 +1,5 @@
 """Compare two plans or programs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Several input shapes of one model: the user's examples, and the agreement of their programs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace

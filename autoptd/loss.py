@@ -1,7 +1,5 @@
 """What the loss counts: its labels, its classes, and whether the losses of microbatches may be averaged."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cache

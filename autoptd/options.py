@@ -1,7 +1,5 @@
 """Check the options of `autoptd.compile` before anything else."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The passes that every program walks through, in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple

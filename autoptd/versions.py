@@ -1,7 +1,5 @@
 """The first and last versions of torch and triton that the tests have run with, and a warning about others."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version

@@ -5,8 +5,6 @@ text. Only the inputs of a group are kept. This pass runs before operators are f
 layer with the beginning of the next leaves no place with a single live value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, takewhile

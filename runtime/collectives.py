@@ -1,7 +1,5 @@
 """Communication inside a stage, over the tensor group: Megatron's conjugate operators f and g (SC21 §2.3)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Start a rank's watchdog when a program is bound, and end its process with its launcher."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

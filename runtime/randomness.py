@@ -13,8 +13,6 @@ counter gives four 32-bit words, whose halves, low one first, are the 16-bit num
 What changes from step to step is read from a tensor on the device, the `moment`: a CUDA graph keeps every other number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

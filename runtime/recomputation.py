@@ -1,7 +1,5 @@
 """Compute a part of a stage again in the backward, instead of keeping its saved tensors (SC21 §3.5)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

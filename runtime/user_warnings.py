@@ -1,7 +1,5 @@
 """Warn at the user's own line of code."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

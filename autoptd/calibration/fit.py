@@ -4,8 +4,6 @@ The times are fitted to the cluster's own model: products to tiles; on CPUs, ele
 steps of small compiled transformers, so that everything in a program is measured and not only its products.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -8,8 +8,6 @@ are timed in CPU time, which other processes hardly change; on a CUDA device so 
 synchronisations that neither these nor the host's launches count.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -4,8 +4,6 @@ Here wall time counts, not only a core's: between ranks that compute, most of a 
 other rank is woken.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta

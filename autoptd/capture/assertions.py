@@ -1,7 +1,5 @@
 """Assertions of a forward on its data: a trace takes them to hold."""
 
-from __future__ import annotations
-
 import ast
 import dis
 import linecache

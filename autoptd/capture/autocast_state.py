@@ -1,7 +1,5 @@
 """The enclosing autocast context: read for the trace, and switched off for the compiler's own computations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Find dropouts of batch-independent values that need a mask per sequence, which a batch of one does not show."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Trace a call of the user's own autograd function as one operator, whose backward is the function's own."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections.abc import Iterable, Iterator, Sequence

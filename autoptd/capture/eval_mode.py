@@ -1,7 +1,5 @@
 """Evaluation: dropout switched off, whatever mode modules are in, and the operators compared with those of training."""
 
-from __future__ import annotations
-
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Read the inputs of one microbatch from the user's examples, or infer them from the model."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

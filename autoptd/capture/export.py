@@ -1,7 +1,5 @@
 """Trace an nn.Module or fx.GraphModule into a Program of one stage, with module paths and source lines."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Copy the structure of the user's module without its data."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Values that a forward reads in Python although nothing has data: those of constants are computed."""
 
-from __future__ import annotations
-
 import operator
 import traceback
 from collections import defaultdict, deque

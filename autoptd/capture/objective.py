@@ -1,7 +1,5 @@
 """The module that capture exports: the model with its loss, a function of positional tensors."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace

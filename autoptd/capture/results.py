@@ -1,7 +1,5 @@
 """The structure of what a model returns: its loss, and the tensors that a call returns beside it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard

@@ -1,7 +1,5 @@
 """The state of modules besides parameters and buffers: restore it, and refuse side effects of a forward on it."""
 
-from __future__ import annotations
-
 import copy
 import operator
 import pickle

@@ -1,7 +1,5 @@
 """Find the frame of a stack that lies in the user's own code."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

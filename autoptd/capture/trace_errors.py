@@ -1,7 +1,5 @@
 """Why a model cannot be traced, and the ways out that work."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Prove statically, over all ranks, that the parts of a program agree."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

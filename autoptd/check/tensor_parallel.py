@@ -7,8 +7,6 @@ makes a partial gradient whole. The two never mix at one value, and a partial on
 has a partial gradient in its placement.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The command line: each command is one call of the Python interface, and prints the result."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

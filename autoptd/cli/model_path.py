@@ -1,7 +1,5 @@
 """Find a model by its name on the command line: "package.module:callable", called without arguments."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import pkgutil

@@ -1,7 +1,5 @@
 """Print the results of the command line: tables on a terminal, plain columns elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from rich import box

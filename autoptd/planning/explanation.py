@@ -1,7 +1,5 @@
 """An explanation of the time of a program's step on a cluster, and of settings that would change it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

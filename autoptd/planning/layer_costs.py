@@ -3,8 +3,6 @@
 A few of a model's equal layers are measured, and the others repeat one of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The ways to train a model on a cluster, and a plan: one of them with its time, memory and the reason for its rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 The search takes candidates in the order of their bounds (branch and bound) and simulates none that a bound rules out.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import Counter

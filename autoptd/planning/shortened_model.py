@@ -1,7 +1,5 @@
 """A model with fewer of its equal layers, which planning measures in place of the whole."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial

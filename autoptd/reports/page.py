@@ -1,7 +1,5 @@
 """A simulated step as one page for a browser: report.html with the numbers inserted, which needs no network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

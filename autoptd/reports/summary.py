@@ -1,7 +1,5 @@
 """The text of ``print(program)``: the decisions, and their costs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """The memory of a pipeline rank in the course of a simulated step."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod

@@ -1,7 +1,5 @@
 """Time a training step without a cluster: the schedule's own actions, with given times."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """A training step of a compiled program, simulated on a described cluster: its time, its memory, and the reasons."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

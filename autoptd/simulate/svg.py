@@ -1,7 +1,5 @@
 """A simulated step as a picture like SC21 Figure 4."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from colorsys import hls_to_rgb

@@ -1,7 +1,5 @@
 """The cost of a step as formulas in the symbols of the field: ``program.cost``."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

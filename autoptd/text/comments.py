@@ -1,7 +1,5 @@
 """Write the comments of a program: shapes, bytes, communication, module headings."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 

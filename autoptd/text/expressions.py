@@ -1,7 +1,5 @@
 """Write a node as an expression of a rank program, its call short for people, and make a short call whole again."""
 
-from __future__ import annotations
-
 import inspect
 import keyword
 import math

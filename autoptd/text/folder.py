@@ -1,7 +1,5 @@
 """Save a compiled program as a folder: texts, manifest.json, schedule.txt, and the values of buffers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

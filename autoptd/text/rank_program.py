@@ -1,7 +1,5 @@
 """The program of one rank: its place in the mesh, its slices, its peers, and its text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 An edited program is thus checked like any other: the text is judged, never a stored graph.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run a function of a program text on traced values: each call becomes a node, with its meta value."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import sys

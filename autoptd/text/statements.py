@@ -1,7 +1,5 @@
 """Write the lines of a rank program: a heading per module, a statement per call, a comment at the side."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby

@@ -3,8 +3,6 @@
 Stage k is a function ``stage_k`` of pipeline rank k mod p. The same program gives the same bytes.
 """
 
-from __future__ import annotations
-
 import os
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Name the lines of the texts from which on values, or gradients, are not those of the plain model."""
 
-from __future__ import annotations
-
 import sys
 from bisect import bisect_left
 from collections.abc import Container, Iterator, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Run code written for fewer bits in float64: casts and new tensors are promoted too."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Join the gradients of all ranks, and compare them with each other and with the plain model's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Make random weights and batches for `verify`: whole weights in float64, and a batch for every replica."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from zlib import crc32
 

@@ -1,7 +1,5 @@
 """Run the plain model's step in float64, the reference for the step of all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Run the whole step of all ranks on this machine in float64, and compare it with the plain model."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import os

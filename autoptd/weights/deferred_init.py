@@ -4,8 +4,6 @@ The model's constructor is run again and recorded, or `initializer` on a copy; i
 ``reset_parameters``. Nothing is guessed: uncertain cases are refused, with the reason.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

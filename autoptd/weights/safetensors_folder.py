@@ -1,7 +1,5 @@
 """Tensors in a safetensors file, or in a folder of them as transformers writes it, read by rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sources of a program's weights: a module, a state_dict, or safetensors on disk, which are read by rows."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches

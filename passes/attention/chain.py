@@ -3,8 +3,6 @@
 product of two activations -> scale, mask, views, casts -> softmax -> cast, dropout, views -> product with values
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -5,8 +5,6 @@ same: the weights of hidden keys are 0. A query that sees none has even weights,
 torch's fused attention. So a mask is rewritten to hide otherwise only if this is proved not to happen.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

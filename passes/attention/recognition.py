@@ -6,8 +6,6 @@ the part around the softmax becomes ``kernels.scaled_softmax`` (SC21 §4.2) if t
 softmax, keyed dropout. Any other attention is left as it is.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rewrite a recognised attention: the whole of it, or the part around its softmax."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

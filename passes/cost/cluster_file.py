@@ -1,7 +1,5 @@
 """The TOML file of a cluster: wrong values are refused by name, and every value is written with its source."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

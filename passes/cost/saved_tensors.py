@@ -6,8 +6,6 @@ see differences on a GPU, where the loss of float32 logits keeps these and not t
 a weight in half precision is added to its sum by what makes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any

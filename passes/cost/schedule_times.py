@@ -1,7 +1,5 @@
 """Time a schedule of given stages: when each action runs, and how many microbatches are alive."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -5,8 +5,6 @@ rank's integers, or expressions in the field's letters; their decisions depend o
 takes is a matter of the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from dataclasses import replace
 

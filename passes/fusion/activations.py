@@ -6,8 +6,6 @@ at the points is agreement between them. A tanh-GELU whose sqrt(2 / pi) is round
 take the number that the chain has.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial

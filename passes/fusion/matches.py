@@ -1,7 +1,5 @@
 """Matches of normalisations and rotary embeddings that models write out, and of losses."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Read a graph for fusion rules: single-use chains, biases and casts; and describe a match."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any

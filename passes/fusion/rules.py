@@ -4,8 +4,6 @@ Works on each stage of the divided, cut program, so no kernel needs a sharding r
 row-parallel bias stands after the all-reduce already, and goes from there into the kernel.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections import Counter

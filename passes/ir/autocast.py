@@ -1,7 +1,5 @@
 """One state of ``torch.autocast``: which operators compute in fewer bits, and which in float32."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Runs of the user's autograd functions without data, which find out what they compute."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

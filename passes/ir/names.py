@@ -1,7 +1,5 @@
 """Names for nodes from their module paths: ``h6_attn_c_attn``, ``layers3_self_attn_q_proj``."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 import re

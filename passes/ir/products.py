@@ -1,7 +1,5 @@
 """Matrix products, read from the calls that compute them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

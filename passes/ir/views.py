@@ -1,7 +1,5 @@
 """Views and cuts, read from the calls that compute them, and the memory that operators copy for want of a view."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ no batched product can read them in place. Written as ``kernels.split_linear`` e
 takes any steps, and needs none of this.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import fx

@@ -1,7 +1,5 @@
 """Write ``torch.autocast`` out as casts: some operators compute in fewer bits, some in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from typing import Any
 

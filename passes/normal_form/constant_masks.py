@@ -1,7 +1,5 @@
 """Prove that an attention mask is exactly causal by computing it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Move values that depend on neither parameters nor data out of the step, and prove masks causal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

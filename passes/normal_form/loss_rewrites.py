@@ -1,7 +1,5 @@
 """Rewrite losses to the normal form: rows of scores with the classes last; others as torch computes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Regions of ``torch.no_grad`` and ``torch.autocast`` are inlined, the latter's ca
 made functional, operators without effect dropped, and dropout given its number. Numerics stay bit for bit.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

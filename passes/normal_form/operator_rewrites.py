@@ -1,7 +1,5 @@
 """Rewrite operators to the normal form: one small function each, and the table of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from string import ascii_letters

@@ -1,7 +1,5 @@
 """Attention: fused, grouped, its softmax alone, and rotary positions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod

@@ -1,7 +1,5 @@
 """The axes of every value in a one-stage graph, and the verbs with which axis rules relate them (see `axes`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Einsums and convolutions: products of two factors that have no plain matrix for a weight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod

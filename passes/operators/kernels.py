@@ -1,7 +1,5 @@
 """Our functions: linears, dropout and norms of sums, and the collectives f and g with their readers (SC21 §2.3)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

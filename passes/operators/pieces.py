@@ -1,7 +1,5 @@
 """Slices, splits, joins and scatters: results with some rows of a dimension, or with more."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace

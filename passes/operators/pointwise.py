@@ -1,7 +1,5 @@
 """Operators that work element by element, casts and copies among them, and factories of equal elements."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Matrix products: ``linear``, ``addmm``, ``matmul`` and their like."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod

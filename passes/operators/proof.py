@@ -5,8 +5,6 @@ alone, so that it judges an edited text like any other. A segment's `size` is he
 that several operators have in common.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod

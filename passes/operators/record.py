@@ -1,7 +1,5 @@
 """The record of one operator: everything that the compiler knows of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto

@@ -1,7 +1,5 @@
 """Reductions and norms: operators over some dimensions of one tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import prod

@@ -4,8 +4,6 @@ Each contracts the classes, so that a rank keeps its own and a few numbers per r
 ranks then hold of a log_softmax is divided like its argument: sums over it are partial, as all sums are.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The records of all operators, under one key: the overload packet of torch, or our function."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ One group of names per tensor argument and result. Equal names are one axis, ``!
 that only arguments have is summed. A text gives the axes, the call on one rank, and the proof.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The costs of an operator without a record: its products as torch's own counter finds them, or a bound of these."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from math import isqrt

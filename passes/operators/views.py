@@ -1,7 +1,5 @@
 """Views that regroup, move, add or drop whole dimensions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

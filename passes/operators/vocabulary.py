@@ -1,7 +1,5 @@
 """Lookups of rows by a tensor of numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

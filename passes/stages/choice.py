@@ -4,8 +4,6 @@ The slowest rank's work bounds the speed of a pipeline. With several chunks per 
 depends on where they are uneven: ranks with equal sums wait for each other. So the step itself decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

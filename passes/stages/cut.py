@@ -5,8 +5,6 @@ stage that reads it and never sent. All other operators are one row of items, cu
 lives across a cut is sent, and passed on by stages in between.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Sequence
 from difflib import SequenceMatcher

@@ -6,8 +6,6 @@ divided over its operators. A cut within it costs the time that its two parts, e
 the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise

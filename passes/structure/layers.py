@@ -6,8 +6,6 @@ it may begin, those count at which exactly one differentiable value is alive, be
 output, a table of relative positions); before the first layer none may be, where what precedes it is frozen.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A stage's operators as one row of items: where it may be cut, what crosses there, what it costs to hold."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple

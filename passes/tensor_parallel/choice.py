@@ -5,8 +5,6 @@ costs all-reduces where the axis is contracted or where a replicated value enter
 tensor exclude each other. For a GPT layer the optimum is Megatron's: heads and MLP width (SC21 §2.3).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ whole gradients reach. The user's own backwards, which may not be linear, get wh
 no f: its gradient is summed once per step (`AxisPlacement.partial_gradient`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 

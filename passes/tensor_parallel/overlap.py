@@ -6,8 +6,6 @@ them: its backward computes the gradient of x, posts the sum, computes the gradi
 on each stage as it is after fusion.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence

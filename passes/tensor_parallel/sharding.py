@@ -6,8 +6,6 @@ embedding and loss, an all-reduce (g) behind each contraction of a divided axis,
 finally (see `gradients`) the conjugate f where a replicated value enters a divided region.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -6,8 +6,6 @@ same size is the same symbol, another size has a number behind it ("f2"). The nu
 queries, keys and values) is a number. Of a divided axis, one of t tensor ranks has one t-th.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

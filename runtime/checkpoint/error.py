@@ -1,7 +1,5 @@
 """The error of checkpoints, raised on all ranks or on none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

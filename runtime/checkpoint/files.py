@@ -5,8 +5,6 @@ is written into it when all other files are on disk; it has the number of the co
 checkpoint.json, and the SHA-256 of both. A folder without COMMIT is an unfinished save.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

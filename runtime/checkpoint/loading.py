@@ -1,7 +1,5 @@
 """Loading a checkpoint: each rank reads and checks its slices in fresh memory; if all ranks could, they take over."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An optimizer of this rank, with its states and hyperparameters by the names of the model's parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The JSON files of a checkpoint: one of each rank, which lists its pieces, and one of the whole."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

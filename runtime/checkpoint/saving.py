@@ -1,7 +1,5 @@
 """Saving a checkpoint: each rank writes its pieces in a thread, then rank 0 commits them as one checkpoint."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

@@ -1,7 +1,5 @@
 """Schedulers and scalers: their names, and the choice of the saved states that fit those of this rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Safetensors files of a checkpoint: written whole, and read only if their SHA-256 is the recorded one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import file_digest

@@ -1,7 +1,5 @@
 """Connect this rank to the others: groups, channels, and the proof that all run the same program."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Groups of ranks that reduce, gather and broadcast together: of processes, of threads, or of shapes only."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

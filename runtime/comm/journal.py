@@ -1,7 +1,5 @@
 """AUTOPTD_TRACE: a file per rank with a line for each start and end of an action or collective, for hangs."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Point-to-point messages: one first-in-first-out channel per ordered pair of ranks, whose sends never wait."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence

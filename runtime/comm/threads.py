@@ -1,7 +1,5 @@
 """Ranks as threads of one process: how they exchange tensors and wait, and how a failure of one ends the others."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait

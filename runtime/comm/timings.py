@@ -1,7 +1,5 @@
 """The times of a pipeline's ranks, measured or predicted, and their chrome trace, which Perfetto opens."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

@@ -7,8 +7,6 @@ A stage puts its outputs into a `SendBuffer` and takes its inputs from a `RecvBu
 `LocalBoundary` is both.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

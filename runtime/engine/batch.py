@@ -1,7 +1,5 @@
 """The inputs and the output of a call: the batch, checked and cut; the output, rebuilt around the loss."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One input shape of a program on this rank: a schedule over stages of its own, and the parameters of all shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

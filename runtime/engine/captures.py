@@ -5,8 +5,6 @@ slots, and no message is on its way yet. All ranks capture in the same step, as 
 and where one of them cannot, none replays.
 """
 
-from __future__ import annotations
-
 import linecache
 from collections.abc import Hashable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Keep ``torch.compile`` out of a parallel model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -4,8 +4,6 @@ A stage keeps the microbatches in flight in its slots. Sends are posted, and wai
 have arrived, or at the end of the step; a receive is waited for by the forward or backward that needs its value.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

@@ -9,8 +9,6 @@
   for it on a stream of its own, beside the rest of the backward.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """The weight of a microbatch's loss in the step's, and of a call's in that of several calls: its part of the labels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The last step in a few numbers, for a logger."""
 
-from __future__ import annotations
-
 import resource
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The memory of one microbatch in flight on a stage, the same in every step, and the calls that work on it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

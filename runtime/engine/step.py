@@ -1,7 +1,5 @@
 """The call of a parallel model as a node of autograd's graph, and the node that hands gradients to the parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Placeholders in the ``.grad`` of parameters that a sharded optimizer steps, whose gradient no rank has whole."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from functools import partial

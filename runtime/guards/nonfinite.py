@@ -1,7 +1,5 @@
 """Find the origin of a non-finite loss or gradient: run the step once more and look at every operator."""
 
-from __future__ import annotations
-
 import linecache
 import re
 import sys

@@ -3,8 +3,6 @@
 An optimizer's ``state_dict`` gets marks of the slices that it belongs to: torch would load it by position alone.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Compare a parallel module with the parameters, modes and precision that its program was compiled for."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain

@@ -3,8 +3,6 @@
 After the step the maxima of hashes and of their complements are reduced, for each replica's batch, mode and weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 

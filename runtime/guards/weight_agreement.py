@@ -4,8 +4,6 @@ A few elements of each tensor are compared. Ranks that differ would train in sil
 owners of a tied parameter would keep parts of different models, and drift apart where one left out a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any

@@ -3,8 +3,6 @@
 This is a flight recorder: the watchdogs of the other ranks read from it where a dead or hanging rank was last.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

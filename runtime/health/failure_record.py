@@ -1,7 +1,5 @@
 """The record of a job's first failure: a small JSON file on every machine, and a key of torch's store between them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The ranks on this machine: the shared memory of their positions, and handles that tell when a process ends."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

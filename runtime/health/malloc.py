@@ -4,8 +4,6 @@ glibc returns the end of its heap to the system whenever much of it is free. In 
 clear and map every page again: some 10,000 pages, or 3 to 7 % of the step of a small model.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -4,8 +4,6 @@ The first failing rank writes the record and shows its traceback; every other on
 killed or stopped, the first rank that notices writes the record, with the place that the dead rank shared.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import faulthandler

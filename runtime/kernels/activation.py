@@ -1,7 +1,5 @@
 """Activations fused with their neighbours: a bias added before, a product taken after (SC21 §4.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Each rank has the classes from index * ceil(V / t) on, of `vocabulary` = V in all: what is past V is padding.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

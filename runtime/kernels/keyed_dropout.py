@@ -1,7 +1,5 @@
 """Dropout by a keyed mask, the same on every mesh, with the bias before and the residual after it (SC21 §4.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any

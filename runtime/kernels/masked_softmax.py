@@ -5,8 +5,6 @@ keeps the result too, as the product behind it does anyway: plain torch reads th
 torch in half precision, draw it again. Results are contiguous. Last comes fused attention of grouped heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tensors of kernels: their precision, checks of them, and the sum over rows for a bias's gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import reduce
 

@@ -1,7 +1,5 @@
 """The sum of what each tensor rank has one term of (g): forward an all-reduce, backward the identity."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Register kernels as operators of torch, ``torch.ops.autoptd.<name>``, and choose Triton's form or plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module

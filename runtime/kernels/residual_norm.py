@@ -5,8 +5,6 @@ norm give the same bits together and apart, as they are at the end of a stage or
 between them, a value and its gradient, is rounded to its dtype. (In Triton but for the gradient of the sum's bias.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

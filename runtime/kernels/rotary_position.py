@@ -1,7 +1,5 @@
 """Rotary position embedding (Su et al., "RoFormer", 2021), in the halved and in the interleaved form."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ columns of every row, and the rows' losses. One tensor as wide as the vocabulary
 its place: in plain torch the softmax, else the logits, of which a kernel computes it once more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """The parameters and buffers of a rank; optimizers step parameters whole, or in shards of the replicas (ZeRO-1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any

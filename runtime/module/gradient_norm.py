@@ -5,8 +5,6 @@ and scale by it are replaced once in ``torch.nn.utils.clip_grad``, where torch's
 one that was imported before ``bind`` knows them too.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable

@@ -1,7 +1,5 @@
 """The parallel model of one rank: an nn.Module that runs the whole pipelined step when it is called."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The steps of a rank: a batch in, the schedule of its shape run, a loss and gradients out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial

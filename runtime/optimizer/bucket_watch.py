@@ -1,7 +1,5 @@
 """The moments of a stage's last backward at which its buckets of gradients are complete."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

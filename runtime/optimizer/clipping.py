@@ -1,7 +1,5 @@
 """The norm of the whole model's gradient, from each rank's part of it, and clipping by it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 

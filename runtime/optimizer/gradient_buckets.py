@@ -1,7 +1,5 @@
 """Fill buckets of gradients and sum each over a group of ranks, and share the loss; `gradient_sums` says when."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import reduce
 

@@ -1,7 +1,5 @@
 """The memory of a rank's gradients: flat buckets, the same in every step, from which the parameters' are lent."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Sum one step's gradients over microbatches, stages, ranks and replicas, each as soon as it is complete."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

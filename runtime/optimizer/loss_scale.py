@@ -1,7 +1,5 @@
 """Dynamic loss scaling: a loss in float16 is scaled up, so that small gradients do not become zero on the way back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

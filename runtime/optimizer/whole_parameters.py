@@ -1,7 +1,5 @@
 """Whole parameters for optimizers that look at more than an element: each is put together on a rank that steps it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import product
 from math import prod

@@ -1,7 +1,5 @@
 """The distributed optimizer (ZeRO-1): each replica steps its part of the parameters, and all share the result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Find a class of the user's by its import path, "package.module:Class"."""
 
-from __future__ import annotations
-
 import importlib
 from functools import cache
 from typing import Any

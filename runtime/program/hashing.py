@@ -3,8 +3,6 @@
 Positions are hashed with the elements, and one changed element always changes the hash.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

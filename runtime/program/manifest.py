@@ -1,7 +1,5 @@
 """The manifest: what a rank must know besides its program text, as plain data, written to manifest.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod

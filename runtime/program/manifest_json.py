@@ -1,7 +1,5 @@
 """The manifest as JSON text and back: every field by its name, those at their default left out."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

@@ -1,7 +1,5 @@
 """The mesh: which global rank stands where on its named axes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product

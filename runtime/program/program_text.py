@@ -1,7 +1,5 @@
 """A rank program ready to run: its compiled text, whose values end after their last use, its stages and schedule."""
 
-from __future__ import annotations
-
 import ast
 import linecache
 import re

@@ -1,7 +1,5 @@
 """The static proof of a schedule: it is complete, channels agree at both ends, and no rank waits forever."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product

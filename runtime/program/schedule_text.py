@@ -9,8 +9,6 @@ A repeated line, and a group in parentheses, stands for its actions N times, wit
 microbatch each time. The names of the lines are for the reader; actions without one are read as well.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby

@@ -3,8 +3,6 @@
 JSON has no tuple, no infinity and only text as keys; such a value is {"!": its kind, "of": what it holds}.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A tensor in a safetensors file, of which a rank reads only the rows that it keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -13,8 +13,6 @@ whose last bit depends on the device and on the position of an element in a vect
 on every mesh and on every device.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from hashlib import sha256

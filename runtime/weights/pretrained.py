@@ -5,8 +5,6 @@ is gathered, so that no rank ever holds the whole model. A file has the same byt
 eight bytes with the length of a JSON header, the header, and the tensors without gaps, wide dtypes first.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

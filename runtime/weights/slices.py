@@ -1,7 +1,5 @@
 """A rank's slices of the model's tensors: taken from whole tensors, registered in modules, and gathered again."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Modules below a parallel model, which hold a rank's slices in place of the whole tensors of the user's modules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from weakref import WeakMethod

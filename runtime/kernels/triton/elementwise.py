@@ -7,8 +7,6 @@ the sum other bits where a stage or a recomputed layer ends before its norm.
 # Inside @triton.jit nothing but constants may be annotated.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

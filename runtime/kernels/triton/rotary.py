@@ -3,8 +3,6 @@
 # Inside @triton.jit nothing but constants may be annotated.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

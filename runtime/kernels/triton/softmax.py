@@ -9,8 +9,6 @@ sees.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated"
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
