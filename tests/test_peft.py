@@ -141,6 +141,51 @@ def test_an_update_of_a_partial_sum_joins_its_all_reduce(program: CompiledProgra
     }
 
 
+class Updated(nn.Module):
+    """A gated layer, and a low-rank update that is joined to it by `body`."""
+
+    def __init__(self, body: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.a, self.b = nn.Linear(16, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.slopes = nn.Parameter(torch.rand(8))
+        self.body = body
+
+    def forward(self, idx: Tensor) -> Tensor:
+        wide = self.up(self.embed(idx)).relu()
+        result: Tensor = (
+            self.head(self.body(self, self.down(wide), self.b(self.a(wide)))).logsumexp(-1).mean()
+        )
+        return result
+
+
+BODIES: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], int]] = {
+    "scaled": (lambda m, base, update: base + update * 0.5, 1),
+    "first": (lambda m, base, update: update + base, 1),
+    "by a vector": (lambda m, base, update: base + m.slopes * update * 0.5, 1),
+    "squared": (lambda m, base, update: base + update * update, 2),
+    "doubled": (lambda m, base, update: base + (update + update), 2),
+    "with a factor": (lambda m, base, update: torch.add(base, update, alpha=2), 2),
+    "read twice": (lambda m, base, update: base + update + update.tanh(), 2),
+    "a base read twice": (lambda m, base, update: base * base + (base + update), 2),
+    "of another operator": (lambda m, base, update: base + update.tanh(), 2),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_is_linear_joins_an_all_reduce(name: str) -> None:
+    """And only that: with the all-reduce of the embedding there are so many more."""
+    torch.manual_seed(0)
+    body, count = BODIES[name]
+    example = {"idx": torch.randint(32, (2, 4))}
+    program = autoptd.compile(Updated(body), (2, 1, 1), example_inputs=example, num_microbatches=2)
+    found = [n.target for n in program.stages[0].graph.nodes].count(collectives.reduce_from_tensor)
+    looked_up = sum(n.target is kernels.embedding for n in program.stages[0].graph.nodes)
+    assert found - looked_up == count
+    assert program.verify().passed
+
+
 BASE, UPDATE = "layers0_self_attn_o_proj_base_layer", "layers0_self_attn_o_proj_lora_A_default"
 EDITS = [
     (f"{BASE}, {UPDATE}", f"collectives.reduce_from_tensor(rank, {BASE}), {UPDATE}", f"partial sum {UPDATE}"),

@@ -248,11 +248,8 @@ def keep_partial(localizer: Localizer, node: fx.Node, x: Any) -> fx.Node | None:
     So a low-rank update of a row-parallel product (LoRA's) is added to it before both are summed. None where `x` is no
     partial sum, others read it, or it does not end in a sum with another one.
     """
-    if (
-        not _is_lone_sum(localizer, x)
-        or localizer.biases.get(localizer.values[x])
-        or not _joins(localizer, node)
-    ):
+    lone = _is_lone_sum(localizer, x) and not localizer.biases.get(localizer.values[x])
+    if not lone or not _beside(node, x) or not _joins(localizer, node):
         return None
     args = fx.map_arg(node.args, lambda n: localizer.values[n] if n is x else localizer.whole(n))
     return localizer.add(node.target, args, node, name=node.name, partial=True)
@@ -264,16 +261,20 @@ def _is_lone_sum(localizer: Localizer, x: Any) -> bool:
     return value is not None and info(value).is_partial and len(x.users) == 1
 
 
+def _beside(call: fx.Node, x: fx.Node) -> list[Any]:
+    """Return the only argument of `call` besides `x`; nothing where there are more, or `x` is taken twice."""
+    others = [given for given in call.args if given is not x]
+    return others if len(others) == 1 and len(call.args) == 2 and not call.kwargs else []
+
+
 def _joins(localizer: Localizer, node: fx.Node) -> bool:
-    """Return whether `node`, scaled or not, is added to a partial sum of its dtype; its own values would follow."""
-    while len(node.users) == 1 and not node.kwargs:
+    """Return whether `node`, scaled or not, is alone added to another partial sum, of the dtype of both together."""
+    while len(node.users) == 1:
         (user,) = node.users
-        others = [a for a in user.args if a is not node]
-        if user.target is aten.add.Tensor:
-            (other,) = others
+        for other in _beside(user, node) if user.target is aten.add.Tensor else ():
             same = isinstance(other, fx.Node) and other.meta["val"].dtype == user.meta["val"].dtype
-            return same and not user.kwargs and _is_lone_sum(localizer, other)
-        if user.target is not aten.mul.Tensor:
+            return same and _is_lone_sum(localizer, other)
+        if user.target is not aten.mul.Tensor or not _beside(user, node):
             return False
         node = user
     return False

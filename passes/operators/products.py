@@ -67,8 +67,7 @@ def linear_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     """Row-parallel: the bias leaves the product, to be added once, behind the all-reduce."""
     (product,) = read_products(node)
     if not localizer.is_divided((localizer.axis_map.contractions[node],)):
-        kept = None if product.bias is not None else keep_partial(localizer, node, product.x)
-        return kept or localizer.copy(node)
+        return keep_partial(localizer, node, product.x) or localizer.copy(node)
     if node.kwargs.keys() & {"alpha", "beta"}:
         raise ValueError(f"addmm with alpha or beta at {where(node)} cannot be row-parallel; use tensor=1")
     target = aten.mm.default if product.transposed else aten.linear.default
