@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -175,6 +177,12 @@ def test_reading_sends_what_is_read() -> None:
         counts.append(count_elements(parallel))
         torch.testing.assert_close(output.softmax(-1) + 0, logits.softmax(-1))
         assert output[0, 0].tolist() == output.numpy()[0, 0].tolist()
+        for whole in (
+            copy.deepcopy(output),
+            pickle.loads(pickle.dumps(output)),
+            torch.utils.dlpack.from_dlpack(output),
+        ):
+            assert torch.equal(whole, output.full())
         counts.append(count_elements(parallel))
         return counts
 

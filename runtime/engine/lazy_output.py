@@ -164,12 +164,6 @@ class LazyOutput(Tensor):
             )
         return _read(self.requires_grad, lambda: self.part.log_prob(classes))
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.full().numpy(force=force)  # torch's own reads memory that is not here
-
-    def tolist(self) -> Any:
-        return self.full().tolist()
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyOutput({self.part.result.name}, {list(self.shape)}, {self.dtype})"
 
@@ -184,6 +178,23 @@ class LazyOutput(Tensor):
                 return found[..., None] if keepdim else found
         args, options = tree_map_only(LazyOutput, lambda own: own.part.full(), (args, kwargs or {}))
         return func(*args, **options)
+
+
+def _of_whole(name: str) -> Callable[..., Any]:
+    """Return a method of a tensor that reads memory, which a lazy output has none of."""
+    return lambda output, *args, **kwargs: getattr(output.full(), name)(*args, **kwargs)
+
+
+for _name in (
+    "numpy",
+    "tolist",
+    "data_ptr",
+    "untyped_storage",
+    "__dlpack__",
+    "__reduce_ex__",
+    "__deepcopy__",
+):
+    setattr(LazyOutput, _name, _of_whole(_name))
 
 
 def _read(guarded: bool, make: Callable[[], Tensor]) -> Tensor:
