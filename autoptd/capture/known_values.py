@@ -58,16 +58,15 @@ class KnownValues(TorchFunctionMode):
             self._given[place].append(result := func(*real, **named))
         return result
 
-    def varies(self, value: Any) -> bool:
-        """Return whether a value of the trace differs from step to step: whether more than buffers is read for it."""
-        node, names = self._find_node(value), self._name_buffers()
+    def varies(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of the trace differs from step to step: whether more than buffers is read for it."""
+        node, names = self._find_node(tensor), self._name_buffers()
         return node is not None and any(n.op == "placeholder" and n not in names for n in _find_sources(node))
 
-    def _find_node(self, value: Any) -> fx.Node | None:
+    def _find_node(self, tensor: Tensor) -> fx.Node | None:
         mode: Any = get_proxy_mode()
-        slot: Any = get_proxy_slot(value, mode.tracer, None)
-        proxy = slot() if callable(slot) else getattr(slot, "proxy", None)
-        return None if proxy is None else proxy.node
+        slot: Any = get_proxy_slot(tensor, mode.tracer, None)
+        return None if slot is None else slot.proxy.node
 
     def _name_buffers(self) -> dict[fx.Node, str]:
         """Return the names of the traced module's buffers by their nodes."""

@@ -20,12 +20,10 @@ class Scope(NamedTuple):
 
     def read(self) -> dict[str, Any]:
         """Return the variables that have a value."""
-        found = {name: self.variables[name] for name in self.names if name in self.variables}
+        held = {name: self.variables[name] for name in self.names if name in self.variables}
         # An empty cell is equal to another one.
-        cells = {name: x for name, x in found.items() if isinstance(x, CellType)}
-        return {n: x for n, x in found.items() if n not in cells} | {
-            n: cell.cell_contents for n, cell in cells.items() if cell != CellType()
-        }
+        filled = {n: x for n, x in held.items() if not isinstance(x, CellType) or x != CellType()}
+        return {n: x.cell_contents if isinstance(x, CellType) else x for n, x in filled.items()}
 
 
 def find_scopes(objective: nn.Module) -> Iterator[tuple[str, Scope]]:
