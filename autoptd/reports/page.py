@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autoptd.reports.overview import Overview, StageOverview
 from autoptd.reports.summary import describe_sums, format_seconds, format_teraflops, headline
-from autoptd.runtime.comm.timings import TimelineEntry
+from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.simulate.step import Simulation
 from autoptd.simulate.svg import box_code, box_colours
 from autoptd.text.comments import write_bytes

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from autoptd.options import check_counts
 from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
-from autoptd.runtime.comm.timings import TimelineEntry
+from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.runtime.program.schedule import COMPUTING, make_schedule
 
 

@@ -10,7 +10,7 @@ from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.cost.durations import DTYPES, Precision
 from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walk, walking_order
 from autoptd.passes.ir.program import Stage
-from autoptd.runtime.comm.timings import Phase, TimelineEntry, write_trace
+from autoptd.runtime.comm.trace import Phase, TimelineEntry, write_trace
 from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule

@@ -6,7 +6,7 @@ from colorsys import hls_to_rgb
 from itertools import groupby
 from pathlib import Path
 
-from autoptd.runtime.comm.timings import WORDS, Phase, Rows, TimelineEntry
+from autoptd.runtime.comm.trace import WORDS, Phase, Rows, TimelineEntry
 from autoptd.runtime.program.schedule import Action, Kind
 
 WIDTH, ROW, GAP, MARGIN = 1200.0, 22.0, 4.0, 56.0

@@ -15,8 +15,9 @@ from torch import fx
 from autoptd.options import check_counts
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
+from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import info, shaping_arguments
-from autoptd.passes.ir.program import Stage, find_trained
+from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators.quantities import Number, local_sizes
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols, symbol
 from autoptd.runtime.collectives import copied_linears

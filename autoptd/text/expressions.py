@@ -1,21 +1,21 @@
-"""Write a node as an expression of a rank program, its call short for people, and make a short call whole again."""
+"""Write a node as an expression of a rank program: names, operator, arguments."""
 
-import inspect
 import keyword
 import math
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.passes.ir.names import free_name
-from autoptd.passes.ir.nodes import info, nodes_in, where
+from autoptd.passes.ir.nodes import info, where
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
+from autoptd.text.call_arguments import resolve_overload, shorten_call
 
 # Names that a stage function uses itself, besides Python's keywords.
 RESERVED = frozenset({"rank", "p", "aten", "collectives", "kernels", "recompute", "torch", "float", "slice"})
@@ -172,98 +172,3 @@ def _packet_suffices(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[
         return resolve_overload(packet, values, options) is overload
     except RuntimeError:  # none fits what is known of the arguments: be explicit
         return False
-
-
-_REQUIRED = inspect.Parameter.empty
-_resolved: dict[tuple[object, ...], OpOverload] = {}
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Drop the arguments that repeat their default, and pass options by name.
-
-    ``sdpa(q, k, v, None, 0.0, True)`` becomes ``sdpa(q, k, v, is_causal=True)``; values stay in place, and so do an
-    operator's required arguments.
-    """
-    known = _positional(target)
-    if known is None or len(args) > len(known):
-        return tuple(args), dict(kwargs)
-    is_operator = isinstance(target, OpOverload)
-    short: list[Any] = []
-    options: dict[str, Any] = {}
-    by_position = True
-    for (name, default), value in zip(known, args, strict=False):
-        stays = bool(nodes_in(value)) or (default is _REQUIRED and is_operator)
-        if stays and by_position:
-            short.append(value)
-            continue
-        by_position = False
-        if stays or not _same(value, default):
-            options[name] = value
-    defaults = dict(known)
-    options.update({n: v for n, v in kwargs.items() if n not in defaults or not _same(v, defaults[n])})
-    return tuple(short), options
-
-
-def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Pass every argument by position if possible; skipped ones get their default."""
-    known = _positional(target)
-    if known is None or len(args) > len(known):
-        return tuple(args), dict(kwargs)
-    rest = dict(kwargs)
-    last = max((index for index, (name, _) in enumerate(known) if name in rest), default=-1)
-    spread = list(args)
-    for name, default in known[len(args) : last + 1]:
-        if name not in rest and default is _REQUIRED:
-            return tuple(args), dict(kwargs)
-        spread.append(rest.pop(name, default))
-    return tuple(spread), rest
-
-
-@cache
-def _positional(target: Any) -> tuple[tuple[str, Any], ...] | None:
-    """Return name and default of each positional argument, or None if they cannot all be named."""
-    if isinstance(target, OpOverload):
-        known = tuple(
-            (argument.name, argument.default_value if argument.has_default_value() else _REQUIRED)
-            for argument in target._schema.arguments
-            if not argument.kwarg_only
-        )
-    elif inspect.isfunction(target):
-        parameters = inspect.signature(target).parameters.values()
-        if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
-            return None
-        known = tuple((parameter.name, parameter.default) for parameter in parameters)
-    else:
-        return None
-    return None if any(keyword.iskeyword(name) for name, _ in known) else known
-
-
-def _same(value: Any, default: Any) -> bool:
-    # 1 == 1.0 == True, but as arguments they may differ.
-    return type(value) is type(default) and bool(value == default)
-
-
-def resolve_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
-    """Return the overload that ``packet(*args, **kwargs)`` would run; tensors may be on the meta device.
-
-    Raises RuntimeError if none fits. Each kind of arguments is looked up once.
-    """
-    key = (packet, _kind(tuple(args)), _kind(kwargs))
-    found = _resolved.get(key)
-    if found is None:
-        # Private, as torch has no public function for it; a call makes its choice here too.
-        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
-        found = _resolved[key] = cast(OpOverload, getattr(packet, name))
-    return found
-
-
-def _kind(value: object) -> object:
-    if isinstance(value, Tensor):
-        return Tensor, value.dim() == 0, value.dtype.is_floating_point
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(_kind(item) for item in value)
-    if isinstance(value, Mapping):
-        return tuple((name, _kind(item)) for name, item in value.items())
-    return type(value)

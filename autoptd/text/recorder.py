@@ -19,8 +19,8 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.autograd_function import AutogradFunction, autograd_function
 from autoptd.runtime.program.program_text import line_of
 from autoptd.runtime.recomputation import recompute
+from autoptd.text.call_arguments import resolve_overload, spread_call
 from autoptd.text.comments import write_shape
-from autoptd.text.expressions import resolve_overload, spread_call
 
 META = torch.device("meta")
 # What is known of a traced tensor; its elements are not.

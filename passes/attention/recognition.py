@@ -14,7 +14,7 @@ from operator import attrgetter
 from torch import fx
 
 from autoptd.passes.attention.chain import read_chain
-from autoptd.passes.attention.masks import Constants
+from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.rewriting import Rewriter, find_groups
 from autoptd.passes.cost.work import describe_saving
 from autoptd.passes.ir.nodes import argument, called, shape_of, walk, where

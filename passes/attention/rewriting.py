@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.attention.chain import Chain, Factor, Result, Step, read_scale
-from autoptd.passes.attention.masks import Constants, Mask, Masks
+from autoptd.passes.attention.chain import Chain, read_scale
+from autoptd.passes.attention.constants import Constants
+from autoptd.passes.attention.masks import Mask, Masks
+from autoptd.passes.attention.products import Factor, Result, Step
 from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, describe, info, shape_of
 from autoptd.passes.ir.program import Program, Stage

@@ -11,8 +11,9 @@ from torch import UntypedStorage, fx
 
 from autoptd.passes.cost.durations import Durations
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.nodes import describe, info, nodes_in, walk
-from autoptd.passes.ir.program import Stage, find_reached, find_trained, tensor_bytes, values_taken
+from autoptd.passes.ir.program import Stage, tensor_bytes, values_taken
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 
 

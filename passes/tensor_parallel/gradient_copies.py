@@ -15,8 +15,9 @@ import networkx as nx
 import torch
 from torch import fx
 
+from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import change_info, describe, info, where
-from autoptd.passes.ir.program import Stage, find_trained, tensor_bytes
+from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import collectives
 from autoptd.runtime.program.placement import REPLICATED, Parameter

@@ -1,115 +1,15 @@
-"""The times of a pipeline's ranks, measured or predicted, and their chrome trace, which Perfetto opens."""
+"""The measured times of the last step, gathered from the ranks of a pipeline."""
 
-import gzip
-import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from autoptd.runtime.comm.groups import Group
+from autoptd.runtime.comm.trace import Phase, TimelineEntry
 from autoptd.runtime.program.schedule import Action, Kind
-
-WORDS: Mapping[Kind | str, str] = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    "data": "sums of gradients",
-    "optimizer": "optimizer",
-    "tensor": "all-reduce over the tensor ranks",
-    "weights": "gradients of weights",
-}
-
-
-class TimelineEntry(NamedTuple):
-    """A forward, backward or message of a pipeline rank, from `start` to `end` seconds after the step began."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
-
-
-class Phase(NamedTuple):
-    """Work of a pipeline rank beside or after the schedule: "data" (the sum of gradients) or "optimizer".
-
-    Or inside a forward or backward: "tensor" (an all-reduce of the tensor ranks) and "weights" (weight gradients
-    computed meanwhile).
-    """
-
-    rank: int
-    name: str
-    start: float
-    end: float
-
-
-Rows = Sequence[Sequence[TimelineEntry]]
-Courses = Sequence[Sequence[tuple[float, int]]]  # of each rank, the bytes that it holds from a time on
-
-
-def write_trace(
-    path: str | Path, rows: Rows, phases: Sequence[Phase], memory: Courses, about: Mapping[str, str]
-) -> None:
-    """Write a chrome trace, compressed if `path` ends in .gz: a process per pipeline rank, with its memory over time.
-
-    A rank's forwards and backwards are on one thread, its messages on one for each destination, and its phases, which
-    may begin while the last backwards run, on one more; so are the all-reduces of the tensor ranks. `about` names the
-    origin of the times.
-    """
-    events = list(_trace_events(rows, phases, memory))
-    for event in events:
-        # Perfetto joins threads with equal numbers, and puts the one with its process's number first.
-        if "tid" in event:
-            event["tid"] = event["tid"] * len(rows) + event["pid"]
-    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
-    data = json.dumps(trace, separators=(",", ":")).encode()
-    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
-
-
-def _trace_events(rows: Rows, phases: Sequence[Phase], memory: Courses) -> Iterator[dict[str, Any]]:
-    for rank, row in enumerate(rows):
-        yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
-        numbers = {_thread(entry, len(rows)) for entry in row}
-        threads = {number: f"sends to rank {number - 1}" for number in numbers}
-        threads |= {0: "compute", len(rows) + 1: "after the backwards"}
-        if any(phase.rank == rank and phase.name == "tensor" for phase in phases):
-            threads[len(rows) + 2] = "tensor ranks"
-        for thread, words in sorted(threads.items()):
-            yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": words}}
-    for row in rows:
-        for entry in row:
-            stage, kind, microbatch = entry.action
-            category, thread = WORDS.get(kind, "send"), _thread(entry, len(rows))
-            arguments = {"stage": stage, "microbatch": microbatch}
-            yield _span(str(entry.action), category, entry.rank, thread, *entry[2:], arguments)
-    for phase in phases:
-        thread = {"weights": 0, "tensor": len(rows) + 2}.get(phase.name, len(rows) + 1)
-        yield _span(WORDS[phase.name], phase.name, phase.rank, thread, phase.start, phase.end, {})
-    for rank, course in enumerate(memory):
-        for at, held in course:
-            place = {"name": "memory", "ph": "C", "pid": rank}
-            yield place | {"ts": _nanoseconds(at) / 1000, "args": {"bytes": held}}
-
-
-def _thread(entry: TimelineEntry, num_ranks: int) -> int:
-    """Return 0 for computing and 1 + the destination rank for a message: the messages of a channel queue."""
-    return 1 + entry.action.counterpart.stage % num_ranks if entry.action.kind.sends else 0
-
-
-def _span(
-    name: str, category: str, rank: int, thread: int, start: float, end: float, arguments: Mapping[str, int]
-) -> dict[str, Any]:
-    # Perfetto counts whole nanoseconds and drops a span that begins before its neighbour ends, be it by one.
-    begin, until = _nanoseconds(start), _nanoseconds(end)
-    place = {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": thread, "args": arguments}
-    return place | {"ts": begin / 1000, "dur": (until - begin) / 1000}  # in microseconds
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
-
 
 KINDS: tuple[Kind | str, ...] = (Kind.FORWARD, Kind.BACKWARD, "data", "tensor", "weights")
 NOTHING = len(KINDS)  # of a row that fills the table of a rank with fewer spans

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoptd.runtime.comm.timings import Measured, gather_measured, write_trace
+from autoptd.runtime.comm.timings import Measured, gather_measured
+from autoptd.runtime.comm.trace import write_trace
 from autoptd.runtime.engine.batch import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.engine.bound_shape import BoundShape
 from autoptd.runtime.engine.label_weights import ITEMS, find_divisors, read_items, weigh_items

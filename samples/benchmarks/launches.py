@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import autoptd
 from autoptd.passes.cost.work import forward_work
-from autoptd.passes.layout.sequence_first import Strides, find_copies
+from autoptd.passes.layout.copies import Strides, find_copies
 from autoptd.runtime import aten
 from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.report import publish

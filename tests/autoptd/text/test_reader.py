@@ -11,7 +11,7 @@ from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.text.expressions import shorten_call
+from autoptd.text.call_arguments import shorten_call
 from autoptd.text.reader import program_filename, trace_program
 from autoptd.text.writer import emit_texts
 from tests.two_stages import two_stages

@@ -17,7 +17,7 @@ from autoptd.runtime.program.manifest import Input, Manifest, Output, StageInter
 from autoptd.runtime.program.mesh import Coordinates, Mesh
 from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.program.schedule import make_schedule
-from autoptd.text.expressions import shorten_call
+from autoptd.text.call_arguments import shorten_call
 from autoptd.text.reader import trace_program
 from autoptd.text.writer import emit_texts
 from tests.interpret import run_stage

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import NodeInfo, describe
-from autoptd.passes.layout.sequence_first import Strides, find_copies
+from autoptd.passes.layout.copies import Strides, find_copies
 from autoptd.runtime import aten
 from autoptd.runtime.program.mesh import Mesh
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 import autoptd
 from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
-from autoptd.passes.layout.sequence_first import Strides, find_copies, rewrite_layout
+from autoptd.passes.layout.copies import Strides, find_copies
+from autoptd.passes.layout.sequence_first import rewrite_layout
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
 from autoptd.passes.operators.table import OPERATORS

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from autoptd.runtime.program.program_text import end_values, read_program
+from autoptd.runtime.program.lifetimes import end_values
+from autoptd.runtime.program.program_text import read_program
 
 TEXT = '''
 SCHEDULE = """
