@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from autoptd.passes.ir.gradients import may_be_trained
 from autoptd.passes.ir.nodes import NodeInfo, describe, name_arguments, where
-from autoptd.passes.ir.views import is_view
+from autoptd.passes.ir.strides import is_view
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from autoptd.passes.ir.autograd_functions import is_elementwise
 from autoptd.passes.ir.nodes import has_gradients, info, nodes_in, operator_name, shape_of
-from autoptd.passes.ir.views import contiguous_copies
+from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis

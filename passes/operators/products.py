@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import called, shape_of, where
 from autoptd.passes.ir.products import MatrixProduct, read_products
-from autoptd.passes.ir.views import float_bytes, is_matrix, is_view
+from autoptd.passes.ir.strides import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.attention import attention_local

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from autoptd.runtime.comm.rank import Rank, share_text
+from autoptd.runtime.comm.agreement import share_text
+from autoptd.runtime.comm.rank import Rank
 
 SHOWN = 2000  # characters of another rank's message
 

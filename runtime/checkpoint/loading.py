@@ -25,7 +25,7 @@ from autoptd.runtime.checkpoint.regions import Piece, Region, list_pieces, list_
 from autoptd.runtime.checkpoint.saving import Training
 from autoptd.runtime.checkpoint.schedulers import choose_schedulers
 from autoptd.runtime.checkpoint.tensor_file import open_tensors, read_region
-from autoptd.runtime.comm.rank import share_text
+from autoptd.runtime.comm.agreement import share_text
 from autoptd.runtime.program.tagged_json import decode_value
 from autoptd.runtime.weights.slices import check_proof, saved_names
 

@@ -37,7 +37,8 @@ from autoptd.runtime.checkpoint.record import (
 from autoptd.runtime.checkpoint.regions import FlatRange, assign_pieces, list_whole
 from autoptd.runtime.checkpoint.schedulers import Stateful
 from autoptd.runtime.checkpoint.tensor_file import check_dtype, write_tensors
-from autoptd.runtime.comm.rank import Rank, share_text
+from autoptd.runtime.comm.agreement import share_text
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.optimizer.loss_scale import LossScale
 from autoptd.runtime.optimizer.zero1 import FlatShard, is_shaped
 from autoptd.runtime.program.manifest import Manifest

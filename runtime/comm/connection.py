@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoptd.runtime.comm.agreement import find_others, gather_given
 from autoptd.runtime.comm.groups import (
     Group,
     LocalGroup,
@@ -20,7 +21,7 @@ from autoptd.runtime.comm.groups import (
     group_cache,
 )
 from autoptd.runtime.comm.point_to_point import Channel, process_channels, thread_channels
-from autoptd.runtime.comm.rank import Rank, find_others, gather_given, thread_ranks
+from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadPosition, ThreadRendezvous, ThreadWorld
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.program.manifest import Manifest

@@ -1,6 +1,6 @@
 """The call of a parallel model as a node of autograd's graph, and the node that hands gradients to the parameters."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autoptd.runtime.engine.dynamo import leave_uncompiled
-from autoptd.runtime.kernels.registration import find_kernels
+from autoptd.runtime.kernels.scaling import scale_rows
 from autoptd.runtime.optimizer.gradient_sums import Row, read_gradients
 
 
@@ -107,15 +107,3 @@ def _is_asked_for(parameter: Tensor) -> bool:
     except RuntimeError:  # torch does not answer for tensors asked for, whose nodes are not run
         return True
     return False
-
-
-def scale_rows(rows: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply `rows` in place by `factor`, of one element; a factor of 1 costs neither a pass nor a wait."""
-    if factor.is_cpu and factor.item() == 1:
-        return
-    for row in rows:
-        kernels = find_kernels("elementwise", row, factor)
-        if kernels is None:
-            row.mul_(factor)
-        else:
-            kernels.scale_row(row, factor)

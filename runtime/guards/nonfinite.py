@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoptd.runtime.comm import groups, point_to_point
+from autoptd.runtime.comm.agreement import gather_given, share_text
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.comm.rank import gather_given, share_text
 from autoptd.runtime.engine.label_weights import count_valid
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.program.manifest import Manifest

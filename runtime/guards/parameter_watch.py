@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from autoptd.runtime.comm.agreement import ABSENT, find_unlike, gather_given, with_complements
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.comm.rank import ABSENT, find_unlike, gather_given, with_complements
 from autoptd.runtime.program.manifest import Manifest
 
 WARY = 100  # steps in which ranks compare their trained parameters before the step, after one was made again

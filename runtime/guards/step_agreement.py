@@ -9,12 +9,12 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.agreement import ABSENT, find_others, find_unlike, gather_given, with_complements
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Group
-from autoptd.runtime.comm.rank import ABSENT, find_others, find_unlike, gather_given, with_complements
 from autoptd.runtime.engine.batch import check_rows, describe_batch, find_unknown
 from autoptd.runtime.guards.weight_agreement import Copies
-from autoptd.runtime.optimizer.loss_scale import are_finite
+from autoptd.runtime.optimizer.finite import are_finite
 from autoptd.runtime.program.hashing import hash_batch, hash_words, read_words
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh

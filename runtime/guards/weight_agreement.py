@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.agreement import ABSENT, find_others, find_unlike, gather_given, with_complements
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Group
-from autoptd.runtime.comm.rank import ABSENT, Rank, find_others, find_unlike, gather_given, with_complements
+from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.hashing import hash_words, read_words
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.weights.file_tensor import FileTensor, Weights

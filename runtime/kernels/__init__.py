@@ -14,9 +14,10 @@ backward, by `randomness.draw_mask` or inside a Triton kernel by `triton.philox.
 from autoptd.runtime.kernels.activation import bias_gelu, gated_product, linear_gelu
 from autoptd.runtime.kernels.autograd_function import autograd_function
 from autoptd.runtime.kernels.class_scores import clear_padding, maximum, nll_loss, one_hot, pick
+from autoptd.runtime.kernels.grouped_attention import grouped_attention
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
 from autoptd.runtime.kernels.linear import add_linear, linear, split_linear
-from autoptd.runtime.kernels.masked_softmax import grouped_attention, scaled_softmax
+from autoptd.runtime.kernels.masked_softmax import scaled_softmax
 from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from autoptd.runtime.kernels.rotary_position import rotary_embedding
 from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, logsumexp, lookup

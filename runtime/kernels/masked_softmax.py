@@ -2,7 +2,7 @@
 
 Backward needs the softmax before its dropout; without dropout that is the result itself. In float32 and float64 it
 keeps the result too, as the product behind it does anyway: plain torch reads the mask off it. Kernels, and plain
-torch in half precision, draw it again. Results are contiguous. Last comes fused attention of grouped heads.
+torch in half precision, draw it again. Results are contiguous.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import apply_mask, find_key, keep_factor
-from autoptd.runtime.kernels.operands import HALF, check_operands, widen
+from autoptd.runtime.kernels.operands import widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.randomness import Key
 
@@ -164,25 +163,3 @@ def _backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None
 
 
 _scaled_softmax.register_autograd(_backward, setup_context=_save)
-
-
-def grouped_attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
-) -> Tensor:
-    """Compute attention of `q` [b, a, s, d] with `k` and `v` [b, g, s, d]: query head i sees head i // (a / g).
-
-    On a GPU only flash attention, in half precision, takes fewer heads: there the others are repeated first, where
-    torch would write the scores out. Raises ValueError where g does not divide a, and for other dtypes and
-    several devices.
-    """
-    check_operands("grouped_attention", q=q, k=k, v=v)
-    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.shape[1] > 0
-    if not fits or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"grouped_attention was given q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}, expected "
-            "[b, a, s, d] and [b, g, s, d] with a multiple of g heads in q"
-        )
-    repeats = q.shape[1] // k.shape[1]
-    if q.is_cuda and q.dtype not in HALF:
-        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.optimizer.finite import are_finite
 
 INITIAL, LEAST = 2.0**15, 2.0**-14  # float16 ends below 2**16
 GROWTH_INTERVAL = 2000  # steps
@@ -44,15 +44,3 @@ class LossScale:
     def is_exhausted(self) -> bool:
         """Whether no factor makes the gradients finite, so that the range of float16 is not the reason."""
         return self.value < LEAST
-
-
-def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return whether all elements of `gradients` are finite: a bool on `device`."""
-    # On a CPU a sum takes a fortieth of a norm's time; it is not finite where an element is not.
-    if device.type == "cpu" and all(gradient.sum().isfinite() for gradient in gradients):
-        return torch.ones((), dtype=torch.bool)
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    if not filled:
-        return torch.ones((), dtype=torch.bool, device=device)
-    # The maximum norm does not overflow, as a sum may.
-    return get_total_norm(filled, torch.inf).isfinite()
