@@ -72,8 +72,9 @@ IMPORTS = {
         "calibration": "compiled compiler progress simulate",
         "capture": "options pass_list",
         "check": "options",
-        "cli": "calibration capture check compiled compiler planning reports simulate text verification",
-        "compiled": "capture check description gc_pause input_shapes options "
+        "cli": "calibration capture check compiled compiler "
+               "loading planning reports simulate text verification",
+        "compiled": "capture check gc_pause input_shapes options "
                     "planning reports simulate text verification weights",
         "compiler": "capture compiled description gc_pause input_shapes loss options "
                     "pass_list planning progress simulate text versions weights",
@@ -81,6 +82,7 @@ IMPORTS = {
         "difference": "compiled planning",
         "gc_pause": "",
         "input_shapes": "capture check",
+        "loading": "check compiled description input_shapes text",
         "loss": "",
         "options": "",
         "pass_list": "options progress",

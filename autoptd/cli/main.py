@@ -18,8 +18,9 @@ from autoptd.calibration.fit import calibrate
 from autoptd.check.program import ProgramError
 from autoptd.cli import tables
 from autoptd.cli.model_path import make_model
-from autoptd.compiled import CompiledProgram, load
+from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
+from autoptd.loading import load
 from autoptd.passes.cost.cluster_file import suggest
 from autoptd.passes.recompute import MODES
 from autoptd.planning.plan import RECOMPUTE

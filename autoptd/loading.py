@@ -1,0 +1,37 @@
+"""Load a compiled program from the folder that it was saved in."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from autoptd.check.program import check_program
+from autoptd.compiled import CompiledProgram
+from autoptd.description import write_title
+from autoptd.input_shapes import naming_program
+from autoptd.runtime.launch import end_with_launcher
+from autoptd.text.folder import load_folder
+from autoptd.text.reader import shape_folder, trace_program
+
+
+def load(folder: str | Path) -> CompiledProgram:
+    """Load the program that `CompiledProgram.save` wrote, edits included: stages are traced anew from the texts.
+
+    This runs the code in the folder's texts. Raises ValueError for a folder that is incomplete, or a text that does not
+    trace; `ProgramError` if the program contradicts itself.
+    """
+    end_with_launcher()
+    name = Path(folder).resolve().name
+    first = _load(Path(folder), name)
+    further = (_load(Path(folder) / shape_folder(n), name) for n in range(1, first.manifest.num_shapes))
+    result = replace(first, further=tuple(further))
+    result.check_shapes()
+    return result
+
+
+def _load(folder: Path, name: str) -> CompiledProgram:
+    texts, manifest, buffers = load_folder(folder)
+    program = trace_program(texts, manifest, buffers=buffers)
+    title = write_title(name, manifest.parameters)
+    result = CompiledProgram(program.stages, program.log, texts, manifest, buffers, title)
+    with naming_program(manifest):
+        check_program(manifest, program.stages, result.schedule)
+    return result
