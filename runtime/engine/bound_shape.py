@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from autoptd.runtime.comm.connection import Connection
@@ -32,13 +33,15 @@ class BoundShape:
     """A `ShapeFunctions` bound to the connection that all shapes of a parallel model share.
 
     `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its
-    length. `leaves` are what the stages compute with, as `read_leaves` made them last.
+    length. `leaves` are what the stages compute with, as `read_leaves` made them last. Where the program `weighs`
+    gradients, as an autograd function of the user's does, every rank needs the weights of the microbatches.
     """
 
     def __init__(self, program: ShapeFunctions, connection: Connection, slices: Slices, graphs: bool) -> None:
         self.manifest = program.manifest
         self.slices = slices
         self.leaves = StageLeaves()
+        self.weighs = any(_names(f.__code__, "autograd_function") for f in program.functions.values())
         self._made_for: tuple[object, object] = None, None
         self.executor = Executor(program.manifest, connection, program.functions, program.schedule, graphs)
         here = connection.rank.coordinates.pipeline
@@ -74,3 +77,8 @@ class BoundShape:
     def refresh(self, slices: Slices) -> None:
         """Compute the constants anew from the new values of buffers in `slices`. See `refresh_constants`."""
         refresh_constants(self.manifest, self._connection.rank, self._constants, {**slices, **self.slices})
+
+
+def _names(code: CodeType, name: str) -> bool:
+    """Return whether a function, or one within it, has `name` in its code."""
+    return name in code.co_names or any(_names(x, name) for x in code.co_consts if isinstance(x, CodeType))
