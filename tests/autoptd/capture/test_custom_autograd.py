@@ -498,3 +498,12 @@ def test_evaluation() -> None:
     model.blocks[0].call = Moody()
     with pytest.warns(UserWarning, match="in evaluation the model computes something else"):
         compiled(model, (1, 1, 1), 1)
+
+
+def test_unequal_labels() -> None:
+    """A microbatch's weight, here its part of the labels, is known on ranks that do not compute the loss."""
+    program = compiled(Inner(auxiliary).double(), (1, 2, 1), 2)
+    assert "kernels.autograd_function(" in program.texts[0]
+    batch = make_batch(2)
+    batch["targets"][0, 1:] = -100
+    assert program.verify(batch=batch).passed
