@@ -13,6 +13,7 @@ from autoptd.runtime.comm.timings import Measured, gather_measured
 from autoptd.runtime.comm.trace import write_trace
 from autoptd.runtime.engine.batch import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.engine.bound_shape import BoundShape
+from autoptd.runtime.engine.executor import Inputs
 from autoptd.runtime.engine.label_weights import ITEMS, find_divisors, read_items, weigh_items
 from autoptd.runtime.engine.last_step import LastStep, read_last_step
 from autoptd.runtime.engine.lazy_output import LazyOutput, RankPart
@@ -82,11 +83,7 @@ class StepRunner:
             loss: Tensor = Step.apply(run, note_scale, handover, handover.link)  # type: ignore[no-untyped-call]
         else:
             # Tensors made here are there for later steps, which inference tensors are not.
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                self._connection.position.call(training=False),
-            ):
+            with torch.inference_mode(False), torch.no_grad(), self._connection.position.call(training=False):
                 loss = self._run(number, batch, gradients=False)
         # Now, since on a GPU it waits for the step.
         if self._warns_labels and (warning := unequal_counts(manifest, batch)):
@@ -161,11 +158,7 @@ class StepRunner:
         return pair[0].to(self._loss_dtype)
 
     def _run_schedule(
-        self,
-        shape: BoundShape,
-        inputs: Mapping[int, Sequence[Sequence[Tensor]]],
-        divisors: Tensor,
-        gradients: bool,
+        self, shape: BoundShape, inputs: Mapping[int, Inputs], divisors: Tensor, gradients: bool
     ) -> tuple[Tensor, Callable[[], object]]:
         """Run the schedule once, on `inputs` by stage; return the result of `share_loss`, and a repetition of it.
 
