@@ -148,27 +148,18 @@ def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.
     name = expected.name
     if not isinstance(value, Tensor):
         raise TypeError(f"argument {name} is a {type(value).__name__}, expected a tensor")
-    shape = batch_shape(manifest, expected)
-    count = ""
-    if expected.batch_dim is not None:
-        b, m = manifest.microbatch_size, manifest.num_microbatches
-        count = (
-            f" (microbatch_size {b} x num_microbatches {m} = {b * m} sequences of this replica in dimension "
-            f"{expected.batch_dim})"
-        )
+    shape, dtype = batch_shape(manifest, expected), expected.dtype
     if list(value.shape) != shape:
+        b, m, dim = manifest.microbatch_size, manifest.num_microbatches, expected.batch_dim
+        count = f" (microbatch_size {b} x num_microbatches {m} = {b * m} sequences of this replica in dimension {dim})"
         raise ValueError(
-            f"argument {name} has shape {list(value.shape)}, expected {shape}{count}: "
+            f"argument {name} has shape {list(value.shape)}, expected {shape}{count * (dim is not None)}: "
             "give a batch of that shape, or compile for this one"
         )
-    if value.dtype is not expected.dtype:
-        raise ValueError(
-            f"argument {name} is {value.dtype}, expected {expected.dtype}: give it .to({expected.dtype})"
-        )
+    if value.dtype is not dtype:
+        raise ValueError(f"argument {name} is {value.dtype}, expected {dtype}: give it .to({dtype})")
     if value.device.type != device.type or device.index not in (None, value.device.index):
-        raise ValueError(
-            f"argument {name} is on {value.device}, expected {device}: give it .to({str(device)!r})"
-        )
+        raise ValueError(f"argument {name} is on {value.device}, expected {device}: give it .to('{device}')")
     if value.layout is not torch.strided:
         raise ValueError(f"argument {name} is {value.layout}, expected a dense tensor: give it .to_dense()")
     if value.is_inference() and torch.is_grad_enabled():
@@ -188,13 +179,7 @@ def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
     """Raise ValueError for the first row number of the batch that its table, or its loss, does not have."""
     for expected in manifest.inputs:
         name, rows, values = expected.name, expected.rows, batch[expected.name]
-        if rows is None or values.numel() == 0:
-            continue
-        low, high = values.aminmax()
-        if high.item() < rows and low.item() >= 0:
-            continue
-        wrong = find_unknown(expected, values)
-        if wrong.any():
+        if rows is not None and (wrong := find_unknown(expected, values)).any():
             place = wrong.nonzero()[0].tolist()
             largest = values[wrong].max().item()
             raise ValueError(
@@ -226,9 +211,7 @@ def split_batch(
         else:
             dim = expected.batch_dim
             columns.append([x.contiguous() for x in value.split(expected.shape[dim], dim)])
-    if not columns:
-        return [()] * manifest.num_microbatches
-    return list(zip(*columns, strict=True))
+    return list(zip(*columns, strict=True)) or [()] * manifest.num_microbatches
 
 
 def unequal_counts(manifest: Manifest, batch: Mapping[str, Tensor]) -> str:

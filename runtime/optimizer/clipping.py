@@ -12,31 +12,26 @@ from autoptd.runtime.program.manifest import Manifest
 
 
 def global_norm(
-    manifest: Manifest,
-    rank: Rank,
-    gradients: Mapping[str, Tensor],
-    shards: Sequence[FlatShard],
-    norm_type: float,
+    manifest: Manifest, rank: Rank, gradients: Mapping[str, Tensor], shards: Sequence[FlatShard], p: float
 ) -> Tensor:
-    """Return the `norm_type` norm of all gradients of the model: float64, the same bits on every rank.
+    """Return the `p`-norm of all gradients of the model: float64, the same bits on every rank.
 
     `gradients` are whole, by name; those of `shards` are in the ``.grad`` of what this replica owns of them. Divided
     rows count on each tensor rank, undivided ones on the first; a tied parameter on its first owner.
     """
     whole = [rows for named in gradients.items() for rows in _own_rows(manifest, rank, *named)]
     parts = [part for shard in shards for part in _own_parts(manifest, rank, shard)]
-    norm = _norm(whole, norm_type, rank.device)
-    part = _norm(parts, norm_type, rank.device)
-    if norm_type == inf:
+    norm, part = (_norm(tensors, p, rank.device) for tensors in (whole, parts))
+    if p == inf:
         norm = rank.group("data").all_reduce(torch.maximum(norm, part), "max")
-        return rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(norm, "max"), "max")[0]
-    powers = norm**norm_type
+        return rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(norm, "max"), "max")
+    powers = norm**p
     if shards:
-        powers = powers + rank.group("data").all_reduce(part**norm_type)
+        powers = powers + rank.group("data").all_reduce(part**p)
     powers = rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(powers))
     # Devices of other kinds add up otherwise; replicas that clip by other norms would drift apart.
     powers = rank.group("data").all_reduce(powers, "max")
-    return (powers ** (1 / norm_type))[0]
+    return powers ** (1 / p)
 
 
 def check_norm_type(norm_type: float) -> None:
@@ -55,18 +50,13 @@ def scale_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) 
         gradient.mul_(factor)
 
 
-def _norm(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm of all `tensors` together: float64 [1]."""
-    whole = torch.zeros(1, dtype=torch.float64, device=device)
-    norms = [
-        torch.linalg.vector_norm(x, norm_type, dtype=torch.promote_types(x.dtype, torch.float32))
-        for x in tensors
-        if x.numel()
-    ]
-    if norms:
-        together = torch.stack([norm.to(torch.float64) for norm in norms])
-        whole += torch.linalg.vector_norm(together, norm_type)
-    return whole
+def _norm(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
+    """Return the norm of all `tensors` together: float64."""
+    norms = [torch.zeros((), dtype=torch.float64, device=device)]
+    for x in (x for x in tensors if x.numel()):
+        own = torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))
+        norms.append(own.to(torch.float64))
+    return torch.linalg.vector_norm(torch.stack(norms), p)
 
 
 def _own_parts(manifest: Manifest, rank: Rank, shard: FlatShard) -> Iterator[Tensor]:

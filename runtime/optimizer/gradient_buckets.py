@@ -35,12 +35,8 @@ def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor
     pair = torch.zeros(2, dtype=torch.float64, device=rank.device)
     if losses:
         # As a plain loop adds them up: each divided first, in ascending order.
-        narrow, unlabelled = divisors.to(losses[0].dtype), divisors.isinf()
-        shares = [
-            (loss / divisor).masked_fill(empty, 0)
-            for loss, divisor, empty in zip(losses, narrow, unlabelled, strict=True)
-        ]
-        total = reduce(torch.add, shares)
+        shares = torch.stack(list(losses)) / divisors.to(losses[0].dtype)
+        total = reduce(torch.add, shares.masked_fill(divisors.isinf(), 0))
         pair[0] = rank.group("data").all_reduce(total.to(torch.float64)) / rank.group("data").size
         pair[1:].fill_(DTYPES.index(total.dtype))  # set as an element it would wait for the GPU
     return rank.group("pipeline").broadcast(pair, rank.group("pipeline").size - 1)

@@ -19,6 +19,7 @@ product_devices = {"cuda"}
 PAUSES = (0.001, 0.01, 0.1)  # seconds in which threads of a collective let go of the memory that it summed
 ALIGNED = 4  # elements between the beginnings of gradients: at least 16 bytes, for wide loads and stores
 Completion = int | tuple[int, ...]  # of gradients: by a stage, or by the pipeline ranks that own a parameter
+Complete = Mapping[Completion, Sequence[str]]  # names of parameters whose gradients are complete together
 
 
 @dataclass(eq=False)
@@ -144,13 +145,9 @@ class GradientMemory:
 
 
 def lay_out(
-    leaves: StageLeaves,
-    rows: Mapping[Completion, Sequence[str]],
-    shards: Sequence[Sequence[str]],
-    late: Container[str],
-    parts: int,
+    leaves: StageLeaves, rows: Complete, shards: Sequence[Sequence[str]], late: Container[str], parts: int
 ) -> GradientMemory:
-    """Lay out memory for the gradients of `leaves`; the names in each of `rows` are complete together.
+    """Lay out memory for the gradients of `leaves`, whose parameters are in `rows`.
 
     A backward completes them from the last to the first; those in `late` come after it. The bucket of each of the
     `shards` can be divided into `parts`.

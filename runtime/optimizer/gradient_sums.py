@@ -10,22 +10,20 @@ from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.optimizer.bucket_watch import BucketWatch
 from autoptd.runtime.optimizer.gradient_buckets import sum_over
-from autoptd.runtime.optimizer.gradient_memory import Bucket, Completion, GradientMemory, StageLeaves, lay_out
+from autoptd.runtime.optimizer.gradient_memory import Bucket, Complete, GradientMemory, StageLeaves, lay_out
 from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Action, last_gradients
 
 
-def list_complete(
-    manifest: Manifest, pipeline_rank: int, actions: Sequence[Action]
-) -> dict[Completion, tuple[str, ...]]:
+def list_complete(manifest: Manifest, pipeline_rank: int, actions: Sequence[Action]) -> Complete:
     """List a rank's parameters whose gradients are complete together, by a stage or by pipeline ranks.
 
     After the last backward of the stage; those that other pipeline ranks own too, by all of these, after the schedule.
     """
     ends = last_gradients(actions)
     owned = [stage.index for stage in manifest.stages[pipeline_rank :: manifest.mesh.pipeline]]
-    found: dict[Completion, tuple[str, ...]] = {}
+    found: dict[int | tuple[int, ...], tuple[str, ...]] = {}
     for name in (name for name, p in manifest.parameters.items() if p.kind == "parameter"):
         if stages := [index for index in owned if name in manifest.stages[index].parameters]:
             owners = manifest.owners(name)
@@ -64,13 +62,9 @@ class GradientSums:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        connection: Connection,
-        rows: Mapping[Completion, Sequence[str]],
-        shards: Sequence[FlatShard],
+        self, manifest: Manifest, connection: Connection, rows: Complete, shards: Sequence[FlatShard]
     ) -> None:
-        """Make them for parameters whose gradients are complete together in `rows`, as `list_complete` says."""
+        """Make them for parameters in `rows`, as `list_complete` says."""
         self._connection = connection
         self._complete = rows
         self._shards = [shard.names for shard in shards]
