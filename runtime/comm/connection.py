@@ -12,14 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.comm.agreement import find_others, gather_given
-from autoptd.runtime.comm.groups import (
-    Group,
-    LocalGroup,
-    ProcessGroup,
-    ProcessGroupCache,
-    ThreadGroup,
-    group_cache,
-)
+from autoptd.runtime.comm.groups import Group, GroupCache, LocalGroup, ProcessGroup, ThreadGroup, group_cache
 from autoptd.runtime.comm.point_to_point import Channel, process_channels, thread_channels
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadPosition, ThreadRendezvous, ThreadWorld
@@ -46,7 +39,7 @@ class Connection:
     tied: Mapping[Owners, Group] = field(default_factory=dict)
     world: Group = field(default_factory=LocalGroup)
     position: Position = field(default_factory=Position)
-    groups: ProcessGroupCache = field(default_factory=ProcessGroupCache)
+    groups: GroupCache = field(default_factory=GroupCache)
 
     @contextmanager
     def exchange(self) -> Iterator[None]:

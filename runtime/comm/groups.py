@@ -152,7 +152,7 @@ class ProcessGroup(Group):
         return Running(into, require_work(all_gather_single(into, x, group=self.group, async_op=True)))
 
 
-class ProcessGroupCache(dict[object, Any]):
+class GroupCache(dict[object, Any]):
     """Groups of processes, each made once: torch closes none before the default group. Every rank makes them alike.
 
     `broken`: an exchange broke off, so that its messages may be left in the groups, where the next exchange would
@@ -171,9 +171,9 @@ class ProcessGroupCache(dict[object, Any]):
 
 
 @lru_cache(maxsize=1)
-def group_cache(world: dist.ProcessGroup | None) -> ProcessGroupCache:
+def group_cache(world: dist.ProcessGroup | None) -> GroupCache:
     """Return the cache that belongs to the default group `world`."""
-    return ProcessGroupCache()
+    return GroupCache()
 
 
 class ThreadGroup(Group):

@@ -222,18 +222,11 @@ class BoundWeights:
     def _bind_again(self) -> None:
         parameters = self.watch.parameters
         self.watch.check_bound(parameters)
+        rebound = {shard: names for shard in self.shards if (names := shard.rebound(parameters))}
         # Copies, all before the first write: two parameters may have been given each other's memory.
-        values = {
-            name: (shard, parameters[name].detach().clone())
-            for shard in self.shards
-            for name in shard.rebound(parameters)
-        }
-        for shard in {shard for shard, _ in values.values()}:
-            shard.renew()  # the memory that is bound to again later may be a view of the former
-        for name, (shard, value) in values.items():
-            shard.write(name, value)
-        for shard in self.shards:
-            shard.bind(parameters)
+        values = [{name: parameters[name].detach().clone() for name in names} for names in rebound.values()]
+        for shard, own in zip(rebound, values, strict=True):
+            shard.bind_again(parameters, own)
 
     def _take_buffers(self) -> None:
         """Compute constants anew from buffers that were written or replaced. ValueError where they are compiled in."""

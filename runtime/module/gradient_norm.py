@@ -24,49 +24,54 @@ from autoptd.runtime.optimizer.clipping import check_norm_type, global_norm, sca
 CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
 
-# Of the parallel models that live, by their id: the thread that bound it, and the runner that left its gradients.
-_MODELS: dict[int, tuple[int, StepRunner]] = {}
+# Of the parallel models that live, by their id: the thread that is its rank (None: the process is), and the runner that
+# left its gradients.
+_MODELS: dict[int, tuple[int | None, StepRunner]] = {}
 _LOCK = threading.Lock()
 
 
 @leave_uncompiled
 def clip_gradients(runner: StepRunner, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Scale the gradients to `max_norm`; return their norm before. As `Parallel.clip_grad_norm_`."""
-    norm = _measure(runner, norm_type)
-    if error_if_nonfinite:
-        _refuse_nonfinite(norm, norm_type)
+    norm = _measure(runner, norm_type, error_if_nonfinite)
     gradients = (leaf.grad for leaf in runner.weights.leaves.values())
     scale_gradients((gradient for gradient in gradients if gradient is not None), norm, max_norm)
     dtypes = {p.dtype for p in runner.weights.manifest.parameters.values() if p.kind == "parameter"}
     return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
 
-def _measure(runner: StepRunner, norm_type: float, of: Container[str | int] | None = None) -> Tensor:
+def _measure(
+    runner: StepRunner, norm_type: float, error_if_nonfinite: bool, of: Container[str | int] | None = None
+) -> Tensor:
     """Return the norm of the whole gradient, or of that of the leaves `of`, in float64: a collective of all ranks.
 
     Raises ValueError for a `norm_type` that is not positive.
     """
     check_norm_type(norm_type)
-    weights = runner.weights
+    weights, connection = runner.weights, runner.weights.connection
     gradients = {
         name: p.grad
         for name, p in weights.leaves.items()
         if isinstance(name, str) and p.grad is not None and (of is None or name in of)
     }
-    connection = weights.connection
-    with (
-        connection.position.collective_call("clip_grad_norm_"),
-        connection.position.during("norm of the gradient"),
-    ):
-        runner.norm = global_norm(weights.manifest, connection.rank, gradients, weights.shards, norm_type)
-    return runner.norm
+    position = connection.position
+    with position.collective_call("clip_grad_norm_"), position.during("norm of the gradient"):
+        norm = global_norm(weights.manifest, connection.rank, gradients, weights.shards, norm_type)
+    runner.norm = norm
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
+            "or pass error_if_nonfinite=False to scale by it all the same"
+        )
+    return norm
 
 
 def clip_over_ranks(parallel: nn.Module, runner: StepRunner) -> None:
     """Let torch clip the gradients of `parallel`, while that lives, by their norm over all ranks, alike on each."""
     if id(parallel) not in _MODELS:
         weakref.finalize(parallel, _MODELS.pop, id(parallel))
-    _MODELS[id(parallel)] = threading.get_ident(), runner
+    is_thread = isinstance(runner.weights.connection.world, ThreadGroup)
+    _MODELS[id(parallel)] = threading.get_ident() if is_thread else None, runner
     with _LOCK:
         for name, replacement in _REPLACEMENTS.items():
             original = getattr(clip_grad, name)
@@ -92,10 +97,8 @@ def _list_models() -> list[StepRunner]:
 
     Where ranks are threads, the backward of another rank writes its gradients without the interpreter's lock.
     """
-    own, models = threading.get_ident(), list(_MODELS.values())
-    return [
-        m for thread, m in models if thread == own or not isinstance(m.weights.connection.world, ThreadGroup)
-    ]
+    own = threading.get_ident()
+    return [model for thread, model in list(_MODELS.values()) if thread in (own, None)]
 
 
 @leave_uncompiled
@@ -110,9 +113,8 @@ def _total_norm(
     for model in _list_models():
         keys = _read_keys(model)
         if any(id(tensor) in keys for tensor in tensors):
-            norm = _measure(model, float(norm_type), _check_whole(model, [keys.get(id(t)) for t in tensors]))
-            if error_if_nonfinite:
-                _refuse_nonfinite(norm, norm_type)
+            of = _check_whole(model, [keys.get(id(tensor)) for tensor in tensors])
+            norm = _measure(model, float(norm_type), error_if_nonfinite, of)
             # A placeholder has the dtype of its parameter, whose gradient is summed in more.
             dtypes = [torch.float32, *(tensor.dtype for tensor in tensors)]
             return norm.to(reduce(torch.promote_types, dtypes))
@@ -163,14 +165,6 @@ def _change_own(
         parts = {id(p): leaves[index] for index, own in model.weights.sharded.items() for p in own.values()}
         given = list({id(p): p for p in (parts.get(id(p), p) for p in given)}.values())
     original(given, *args, **kwargs)
-
-
-def _refuse_nonfinite(norm: Tensor, norm_type: float) -> None:
-    if not torch.isfinite(norm):
-        raise RuntimeError(
-            f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
-            "or pass error_if_nonfinite=False to scale by it all the same"
-        )
 
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {

@@ -109,7 +109,7 @@ class Parallel(BoundModule):
         def gather(x: Tensor) -> Tensor:
             whole = x.full() if isinstance(x, LazyOutput) else x
             return torch.cat(
-                [torch.atleast_1d(own) for own in self._connection.rank.group("data").all_gather(whole)]
+                list(map(torch.atleast_1d, self._connection.rank.group("data").all_gather(whole)))
             )
 
         with self._connection.position.collective_call("gather_replicas"), self._connection.exchange():

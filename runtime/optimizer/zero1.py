@@ -11,6 +11,8 @@ from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 
 OptimizerT = TypeVar("OptimizerT", bound=optim.Optimizer)
+Parameters, Dtypes = Mapping[str, nn.Parameter], Mapping[str, torch.dtype]  # of a model, by name
+
 # Their step changes an element by that element's gradient and state alone, so that a part may be stepped by itself.
 ELEMENTWISE = (
     *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad, optim.Adadelta),
@@ -51,9 +53,8 @@ class FlatShard:
         A common storage would be taken for that of tied weights, which a file gets once.
         """
         rows = self.flat[: self._used].split([shape.numel() for shape in self.shapes])
-        views = {
-            name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)
-        }
+        named = zip(self.names, rows, self.shapes, strict=True)
+        views = {name: row.view(shape) for name, row, shape in named}
         self._addresses = {name: view.data_ptr() for name, view in views.items()}
         return {name: from_dlpack(view) for name, view in views.items()}
 
@@ -73,14 +74,16 @@ class FlatShard:
         for name, view in self._views.items():
             parameters[name].data = view
 
-    def write(self, name: str, value: Tensor) -> None:
-        """Write `value`, of the same shape, into the parameter `name`; `own` has it after `adopt`."""
-        self._views[name].copy_(value)
+    def bind_again(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Make its `parameters` views of new memory, some with new `values`, which `own` has after `adopt`.
 
-    def renew(self) -> None:
-        """Take new memory for `flat`, and leave the old to those who kept views of it; `bind` must follow."""
+        The old memory is left to those who kept views of it: a parameter that is bound to again later may be one.
+        """
         self.flat = self.flat.clone()
         self._views = self._view()
+        for name, value in values.items():
+            self._views[name].copy_(value)
+        self.bind(parameters)
 
     def is_own_written(self) -> bool:
         """Return whether somebody has written into `own` since it was shared, or taken over."""
@@ -205,10 +208,7 @@ def is_shaped(value: Any) -> bool:
 
 
 def fill_groups(
-    optimizer: optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    dtypes: Mapping[str, torch.dtype],
-    rows: Sequence[Sequence[str]],
+    optimizer: optim.Optimizer, parameters: Parameters, dtypes: Dtypes, rows: Sequence[Sequence[str]]
 ) -> list[list[list[str]]]:
     """Return the trained `parameters` of each group of `optimizer` in buckets, one for each shard.
 
@@ -217,9 +217,14 @@ def fill_groups(
     """
     check_elementwise(optimizer)
     names = {parameter: name for name, parameter in parameters.items()}
-    _check_known(optimizer, names)
     groups = []
-    for settings in optimizer.param_groups:
+    for number, settings in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(settings["params"]):
+            if parameter not in names:
+                raise ValueError(
+                    f"parameter {position} of the optimizer's group {number}, {list(parameter.shape)}, is not one of "
+                    "this parallel model's: make the optimizer from parallel.parameters(), and shard it once"
+                )
         own = {names[p] for p in settings["params"] if p.requires_grad}
         trained = ([name for name in row if name in own] for row in rows)
         groups.append([bucket for row in trained for bucket in _fill(row, parameters, dtypes)])
@@ -228,8 +233,8 @@ def fill_groups(
 
 def lay_out_shards(
     optimizer: optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    dtypes: Mapping[str, torch.dtype],
+    parameters: Parameters,
+    dtypes: Dtypes,
     buckets: Sequence[Sequence[Sequence[str]]],
     group: Group,
 ) -> list[FlatShard]:
@@ -260,19 +265,7 @@ def lay_out_shards(
     return [shard for made in layout for shard, _ in made]
 
 
-def _check_known(optimizer: optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    for number, settings in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(settings["params"]):
-            if parameter not in names:
-                raise ValueError(
-                    f"parameter {position} of the optimizer's group {number}, {list(parameter.shape)}, is not one of "
-                    "this parallel model's: make the optimizer from parallel.parameters(), and shard it once"
-                )
-
-
-def _fill(
-    names: Sequence[str], parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]
-) -> list[list[str]]:
+def _fill(names: Sequence[str], parameters: Parameters, dtypes: Dtypes) -> list[list[str]]:
     """Divide `names` into buckets of one dtype and about BUCKET_BYTES, in their order."""
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name in names:

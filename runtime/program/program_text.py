@@ -52,11 +52,8 @@ def read_program(text: str, filename: str) -> ProgramText:
     except Exception as error:
         place = f"{filename}:{line_of(error, filename)}"
         raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
-    stages = {
-        int(match[1]): value
-        for name, value in namespace.items()
-        if (match := _STAGE.fullmatch(name)) and callable(value)
-    }
+    named = ((_STAGE.fullmatch(name), value) for name, value in namespace.items())
+    stages = {int(match[1]): value for match, value in named if match and callable(value)}
     if not stages:
         raise ValueError(f"{filename}: no stage found; expected functions stage_<k>(rank, p, ...)")
     constants = namespace.get("constants")
