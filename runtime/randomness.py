@@ -146,11 +146,9 @@ def draw_mask(key: Key, moment: Tensor, p: float, shape: Sequence[int], causal: 
     run, whole = (elements, elements) if run == whole else (run, whole)
     starts = range(start, start + elements // run * whole, whole)
     samples = torch.arange(batch, device=device) + first * sampled
-    seen = None
     # On a CPU alone: to count blocks is to wait for a GPU, and a CUDA graph would not keep what is found here.
     matrices = causal and moment.is_cpu and inner % (size := prod(shape[-2:])) == run % size == 0
-    if matrices and shape[-1] % BLOCK == 0:
-        seen = _find_seen(*shape[-2:])
+    seen = _find_seen(*shape[-2:]) if matrices and shape[-1] % BLOCK == 0 else None
     draws = Draws((seed & WORD, seed >> 32 & WORD), call & WORD, operator, count_dropped(p))
     kept = _keep_runs(draws, samples, starts, run, seen)
     return kept.reshape(batch, elements // inner, inner).transpose(0, 1).reshape(tuple(shape))
@@ -170,17 +168,13 @@ class Draws(NamedTuple):
     dropped: int
 
 
-class Seen(NamedTuple):
-    """The blocks of one matrix of scores, `size` in all, and the `places` [n] of those that causal queries see."""
-
-    size: int
-    places: Tensor
+Seen = tuple[int, Tensor]  # how many blocks a matrix of scores has, and the places of those that queries see
 
 
 @lru_cache(maxsize=8)
 def _find_seen(queries: int, keys: int) -> Seen:
     seen = torch.arange(0, keys, BLOCK) <= torch.arange(queries)[:, None]
-    return Seen(seen.numel(), seen.flatten().nonzero().flatten())
+    return seen.numel(), seen.flatten().nonzero().flatten()
 
 
 def _keep_runs(draws: Draws, samples: Tensor, starts: range, run: int, seen: Seen | None) -> Tensor:
@@ -197,13 +191,14 @@ def _keep_runs(draws: Draws, samples: Tensor, starts: range, run: int, seen: See
     shape = len(samples), blocks.shape[1], BLOCK
     seen = seen if aligned else None
     if seen is not None:
-        blocks = blocks.view(-1, seen.size)[:, seen.places].view(1, -1)
+        size, places = seen
+        blocks = blocks.view(-1, size)[:, places].view(1, -1)
     kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=device)
     _fill(kept, blocks, samples, draws)
     if seen is not None:  # a block is as wide as one int64
-        drawn = kept.view(torch.int64).view(len(samples), -1, len(seen.places))
+        drawn = kept.view(torch.int64).view(len(samples), -1, len(places))
         kept = torch.zeros(shape, dtype=torch.bool, device=device)
-        kept.view(torch.int64).view(len(samples), -1, seen.size).index_copy_(2, seen.places, drawn)
+        kept.view(torch.int64).view(len(samples), -1, size).index_copy_(2, places, drawn)
     kept = kept.view(len(samples), len(starts), blocks_per_run * BLOCK)
     if aligned:
         return kept[..., :run]

@@ -12,11 +12,5 @@ def warn_caller(text: str) -> None:
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in INNER:
         frame = frame.f_back
-    warnings.warn_explicit(
-        text,
-        UserWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        module=str(frame.f_globals.get("__name__", "")),
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )
+    place = frame.f_code.co_filename, frame.f_lineno, str(frame.f_globals.get("__name__", ""))
+    warnings.warn_explicit(text, UserWarning, *place, frame.f_globals.setdefault("__warningregistry__", {}))

@@ -73,9 +73,7 @@ class RankPart:
         else:
             rows = own if dim is None else own.unflatten(dim, (self.microbatches, -1)).movedim(dim, 0)
             found = self._share(
-                lambda local: torch.stack([self._weigh(*row) for row in zip(local, rows, strict=True)]),
-                self.result.shape[:-1],
-                dtype,
+                lambda local: torch.stack(list(map(self._weigh, local, rows))), self.result.shape[:-1], dtype
             )
         return found.masked_fill(~legal, 0)
 

@@ -25,7 +25,7 @@ from autoptd.runtime.guards.weight_agreement import Copies, StepLog
 from autoptd.runtime.module.bound_weights import BoundWeights
 from autoptd.runtime.optimizer.gradient_buckets import DTYPES, share_loss
 from autoptd.runtime.optimizer.gradient_sums import Row
-from autoptd.runtime.optimizer.loss_scale import LossScale
+from autoptd.runtime.optimizer.loss_scale import LEAST, LossScale
 from autoptd.runtime.user_warnings import warn_caller
 
 
@@ -124,7 +124,7 @@ class StepRunner:
         pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
         scale, before = self.loss_scale if gradients else None, copy(self.loss_scale)
         while scale is not None and scale.unscale(rank, sums.gradients(), pair[0]):
-            if scale.is_exhausted:
+            if scale.value < LEAST:
                 self.loss_scale, scale = before, None
             else:
                 pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
@@ -168,7 +168,7 @@ class StepRunner:
         trained = watch.agree(self._connection) if gradients else watch.agreed
         sums, seeds = self.weights.sums, None
         leaves = shape.read_leaves(watch.tensors, self.weights.narrow, trained, sums)
-        sums.follow(leaves)
+        sums.leaves = leaves
         if gradients:
             lent = (p.grad for p in self.weights.leaves.values() if p.grad is not None)
             sums.start(lent, shape.executor.measured)

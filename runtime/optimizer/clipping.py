@@ -31,7 +31,7 @@ def global_norm(
     powers = rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(powers))
     # Devices of other kinds add up otherwise; replicas that clip by other norms would drift apart.
     powers = rank.group("data").all_reduce(powers, "max")
-    return powers ** (1 / p)
+    return powers.pow(1 / p)
 
 
 def check_norm_type(norm_type: float) -> None:

@@ -58,7 +58,8 @@ class GradientSums:
     stages, ascending; over the tensor ranks where each has only a part of the sum; over the replicas, divided by their
     number; over the pipeline ranks that own a tied parameter, last, so that all have the same bits. The sum
     over the replicas runs while the stage's last backward and later ones do. A sum that belongs to one of `shards` is
-    kept only as far as this replica steps it. The leaves of all input shapes add to the same memory.
+    kept only as far as this replica steps it. The leaves of all input shapes add to the same memory; the next step is
+    one with `leaves`.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class GradientSums:
 
     def release(self) -> None:
         """Let go of all memory; leaves must be attached anew."""
-        self._leaves = StageLeaves()
-        self._memory = GradientMemory({}, self._leaves)
+        self.leaves = StageLeaves()
+        self._memory = GradientMemory({}, self.leaves)
         self._trained: frozenset[str] | None = None
         self._forget()
 
@@ -101,21 +102,17 @@ class GradientSums:
         self._memory.attach(leaves)
         return leaves
 
-    def follow(self, leaves: StageLeaves) -> None:
-        """Let the next step be one with `leaves`."""
-        self._leaves = leaves
-
     @property
     def memory(self) -> tuple[int, int]:
         """The memory that graphs of a step use: the number of its leaves, and how often their sums have moved."""
-        return self._leaves.number, self._memory.moves
+        return self.leaves.number, self._memory.moves
 
     def start(self, lent: Iterable[Tensor], measured: Measured) -> None:
         """Begin a training step, which is `measured`; see `GradientMemory.begin`."""
         self._measured = measured
         self._forget()
         self._memory.begin(lent)
-        known = self._leaves.arrived
+        known = self.leaves.arrived
         self._arrived = set() if known is None else known
         self._versions = {} if known is not None else {b: self._read_versions(b) for b in self._memory}
 
@@ -125,7 +122,7 @@ class GradientSums:
         early = [bucket for bucket in buckets if self._partial.isdisjoint(bucket.views)]
         if self._data.size == 1 or not early:
             return None
-        return BucketWatch(self._leaves.by_stage[stage], early, lambda number: self._post(early[number]))
+        return BucketWatch(self.leaves.by_stage[stage], early, lambda number: self._post(early[number]))
 
     def end_stage(self, stage: int) -> None:
         """Post the sums that are complete after the last backward of `stage`, and have not been posted."""
@@ -149,7 +146,7 @@ class GradientSums:
             if whole and sums[0].data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(sums[0])
             self._finished.append(Row(bucket.lend() if whole else sums[0], bucket, names))
-        self._leaves.arrived = self._arrived
+        self.leaves.arrived = self._arrived
         self._measured.add("data", self._begin)
 
     def gradients(self) -> list[Tensor]:

@@ -8,7 +8,8 @@ from torch import Tensor
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.optimizer.finite import are_finite
 
-INITIAL, LEAST = 2.0**15, 2.0**-14  # float16 ends below 2**16
+# float16 ends below 2**16. Where no factor from LEAST on makes the gradients finite, its range is not the reason.
+INITIAL, LEAST = 2.0**15, 2.0**-14
 GROWTH_INTERVAL = 2000  # steps
 
 
@@ -39,8 +40,3 @@ class LossScale:
             elif self.finite_steps % GROWTH_INTERVAL == 0:
                 self.value *= 2
         return broken and not lost
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether no factor makes the gradients finite, so that the range of float16 is not the reason."""
-        return self.value < LEAST

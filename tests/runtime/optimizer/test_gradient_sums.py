@@ -39,7 +39,7 @@ def sum_gradients(
     complete = list_complete(manifest, here, [Action(here, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, complete, shards)
     leaves = {name: torch.zeros_like(g, requires_grad=True) for name, g in gradients.items()}
-    sums.follow(sums.attach({here: leaves}, frozenset(leaves)))
+    sums.leaves = sums.attach({here: leaves}, frozenset(leaves))
     sums.start((), measured)
     for name, leaf in leaves.items():
         (leaf * gradients[name]).sum().backward()
@@ -123,7 +123,7 @@ def test_a_parameter_without_a_gradient_is_named_where_it_is_in_a_shard() -> Non
     leaves = {name: torch.zeros(2, requires_grad=True) for name in ("first", "second")}
     shard = FlatShard({name: leaf.detach() for name, leaf in leaves.items()}, torch.float32, LocalGroup())
     sums = GradientSums(manifest, connection, complete, [shard])
-    sums.follow(sums.attach({0: leaves}, frozenset(leaves)))
+    sums.leaves = sums.attach({0: leaves}, frozenset(leaves))
     sums.start((), Measured(Stopwatch(connection.rank.device)))
     leaves["first"].sum().backward()
     with pytest.raises(
@@ -140,7 +140,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     complete = list_complete(manifest, 0, [Action(0, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, complete, ())
     leaf = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    sums.follow(sums.attach({0: {"weight": leaf}}, frozenset(["weight"])))
+    sums.leaves = sums.attach({0: {"weight": leaf}}, frozenset(["weight"]))
     sums.start((), measured)
     for _ in range(257):  # in bfloat16 the sum would stop growing at 256
         leaf.sum().backward()
