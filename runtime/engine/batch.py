@@ -50,16 +50,14 @@ def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
     """Return a call's arguments by the names of the program's inputs, each once."""
     names = [i.name for i in manifest.inputs]
     known = {*names, *(argument.name for argument in manifest.fixed)}
-    places = manifest.arguments or tuple(names)
-    if len(args) > len(places):
-        raise TypeError(
-            f"{len(args)} positional arguments: the model takes {len(places)}, {', '.join(places)}"
-        )
-    given = dict(zip(places, args, strict=False))
+    order = manifest.arguments or tuple(names)
+    if len(args) > len(order):
+        raise TypeError(f"{len(args)} positional arguments: the model takes {len(order)}, {', '.join(order)}")
+    given = dict(zip(order, args, strict=False))
     for name, value in given.items():
         if name not in known and value is not None:
             raise TypeError(
-                f"argument {name} (position {places.index(name)}) is a {type(value).__name__}, but the program was "
+                f"argument {name} (position {order.index(name)}) is a {type(value).__name__}, but the program was "
                 f"compiled for {', '.join(names)}: pass None there and the rest by name, or compile with "
                 "example_inputs that have it"
             )

@@ -80,6 +80,7 @@ class StageRun:
         The losses of the microbatches are differentiated with `seeds`; None: forwards only. The last backward's
         gradients go on their way by `sums`.
         """
+        self.clear()
         if self._last is not None:
             watched = None if sums is None or seeds is None else sums.watch(self._index)
             self._slots[self._places[self._last]].watch = watched
@@ -89,20 +90,13 @@ class StageRun:
         self._moments[:, 1].fill_(self._randomness.call)
         if seeds is not None:
             self._moments[:, 3] = seeds.view(torch.int64)
-        self.losses.clear()
-        self.outputs.clear()
-        self._clear()
 
-    def _clear(self) -> None:
-        for slot in self._slots:
-            slot.clear()
-        for buffer in (*self.takes.values(), *self.puts.values()):
-            buffer.clear()
-
-    def finish(self) -> None:
-        """End a step that is whole; let go of its batch."""
+    def clear(self) -> None:
+        """Let go of a step and its batch."""
         self._weights, self._inputs, self._seeds, self.losses, self.outputs = {}, (), None, {}, {}
-        self._clear()
+        parts: Sequence[Slot | Buffer] = *self._slots, *self.takes.values(), *self.puts.values()
+        for part in parts:
+            part.clear()
 
     def forward(self, microbatch: int) -> None:
         """Run the stage on `microbatch` in its slot, and put its outputs for departure."""
@@ -279,6 +273,6 @@ class Executor:
             made = zip(*(own for _, own in sorted(stage.outputs.items())), strict=True)
             paths = (result.path for result in stage.interface.outputs)
             self.outputs.update(zip(paths, map(torch.stack, made), strict=True))
-            stage.finish()
+            stage.clear()
         self._connection.rank.randomness.moment = None
         return ordered

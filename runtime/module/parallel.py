@@ -107,10 +107,8 @@ class Parallel(BoundModule):
         """
 
         def gather(x: Tensor) -> Tensor:
-            whole = x.full() if isinstance(x, LazyOutput) else x
-            return torch.cat(
-                list(map(torch.atleast_1d, self._connection.rank.group("data").all_gather(whole)))
-            )
+            own = x.full() if isinstance(x, LazyOutput) else x
+            return torch.cat(list(map(torch.atleast_1d, self._connection.rank.group("data").all_gather(own))))
 
         with self._connection.position.collective_call("gather_replicas"), self._connection.exchange():
             return tree_map_only(Tensor, gather, given)

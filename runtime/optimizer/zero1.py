@@ -12,6 +12,7 @@ from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 
 OptimizerT = TypeVar("OptimizerT", bound=optim.Optimizer)
 Parameters, Dtypes = Mapping[str, nn.Parameter], Mapping[str, torch.dtype]  # of a model, by name
+Buckets = list[list[list[str]]]  # names of parameters, in buckets, of each group
 
 # Their step changes an element by that element's gradient and state alone, so that a part may be stepped by itself.
 ELEMENTWISE = (
@@ -209,7 +210,7 @@ def is_shaped(value: Any) -> bool:
 
 def fill_groups(
     optimizer: optim.Optimizer, parameters: Parameters, dtypes: Dtypes, rows: Sequence[Sequence[str]]
-) -> list[list[list[str]]]:
+) -> Buckets:
     """Return the trained `parameters` of each group of `optimizer` in buckets, one for each shard.
 
     A bucket's parameters are of one of the `rows`, whose gradients are whole together, and of one of `dtypes`, in which
@@ -217,7 +218,7 @@ def fill_groups(
     """
     check_elementwise(optimizer)
     names = {parameter: name for name, parameter in parameters.items()}
-    groups = []
+    groups: Buckets = []
     for number, settings in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(settings["params"]):
             if parameter not in names:
@@ -232,11 +233,7 @@ def fill_groups(
 
 
 def lay_out_shards(
-    optimizer: optim.Optimizer,
-    parameters: Parameters,
-    dtypes: Dtypes,
-    buckets: Sequence[Sequence[Sequence[str]]],
-    group: Group,
+    optimizer: optim.Optimizer, parameters: Parameters, dtypes: Dtypes, buckets: Buckets, group: Group
 ) -> list[FlatShard]:
     """Make shards of the `buckets` of each group of `optimizer`, which steps these from now on, with their states.
 
