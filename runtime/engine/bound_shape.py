@@ -1,12 +1,10 @@
 """One input shape of a program on this rank: a schedule over stages of its own, and the parameters of all shapes."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
 
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.engine.executor import Executor
+from autoptd.runtime.engine.executor import Executor, Stages
 from autoptd.runtime.optimizer.gradient_memory import StageLeaves
 from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
 from autoptd.runtime.program.manifest import Manifest
@@ -23,7 +21,7 @@ class ShapeFunctions:
     """
 
     manifest: Manifest
-    functions: Mapping[int, Callable[..., Any]]
+    functions: Stages
     constants: Constants
     schedule: Schedule
     weights: Weights

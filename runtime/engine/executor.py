@@ -26,6 +26,7 @@ from autoptd.runtime.randomness import as_signed
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
 Inputs = Sequence[Sequence[Tensor]]  # of a stage from the batch: a row per microbatch
+Stages = Mapping[int, Callable[..., Any]]  # the functions of a rank's stages, by their index
 
 # A function that runs an action, the action, and the stage whose first forward it is.
 Step = tuple[Callable[[], None], Action, int | None]
@@ -141,12 +142,7 @@ class Executor:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        connection: Connection,
-        functions: Mapping[int, Callable[..., Any]],
-        schedule: Schedule,
-        graphs: bool = False,
+        self, manifest: Manifest, connection: Connection, functions: Stages, schedule: Schedule, graphs: bool
     ) -> None:
         self.sent: Counter[str] = Counter()
         self.outputs: dict[tuple[str, ...], Tensor] = {}

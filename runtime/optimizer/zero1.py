@@ -175,9 +175,7 @@ def join_states(shard: FlatShard, states: Mapping[str, Mapping[str, Any]]) -> di
         return {}
     if len(states) < len(sizes):
         missing = next(name for name in sizes if name not in states)
-        raise ValueError(
-            f"{missing} has no optimizer state, while {next(iter(states))} has: step both, or none"
-        )
+        raise ValueError(f"{missing} has no optimizer state, but {next(iter(states))} has: step both or none")
     joined = {}
     largest = max(sizes, key=lambda name: sizes[name])
     for key, first in states[largest].items():

@@ -183,10 +183,8 @@ def _cycles(runs: Sequence[_Run]) -> Iterator[_Cycle]:
     shapes = [(_shape(run.actions), run.times, run.step) for run in runs]
     for length in range(1, min(len(runs) // 2, _MAX_CYCLE) + 1):
         # How far each run is from its successor a cycle later; equal neighbours form a stretch of cycles.
-        distances = [
-            first[i + length] - first[i] if shapes[i] == shapes[i + length] else -1
-            for i in range(len(runs) - length)
-        ]
+        pairs = zip(first, first[length:], shapes, shapes[length:], strict=False)
+        distances = [later - own if shape == other else -1 for own, later, shape, other in pairs]
         start = 0
         for distance, stretch in groupby(distances):
             size = sum(1 for _ in stretch)

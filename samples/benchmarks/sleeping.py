@@ -130,7 +130,7 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
 
     functions = {index: partial(run_stage, stage, index == last) for index, stage in stages.items()}
     schedule = make_schedule(case.schedule, case.num_ranks, case.num_microbatches, case.num_model_chunks)
-    executor = Executor(manifest, connect(manifest, CPU, repr(case)), functions, schedule)
+    executor = Executor(manifest, connect(manifest, CPU, repr(case)), functions, schedule, graphs=False)
     weights = {index: dict(stage.named_parameters()) for index, stage in stages.items()}
     rows: list[tuple[Tensor, ...]] = [(x,) for x in batch.split(1)]
     nothing: list[tuple[Tensor, ...]] = [()] * case.num_microbatches

@@ -190,7 +190,7 @@ def test_steps_of_one_shard_must_agree() -> None:
     states = {name: {"step": torch.tensor(float(i))} for i, name in enumerate(shard.names)}
     with pytest.raises(ValueError, match="the optimizer's step differs among first, second"):
         join_states(shard, states)
-    with pytest.raises(ValueError, match="second has no optimizer state, while first has"):
+    with pytest.raises(ValueError, match="second has no optimizer state, but first has"):
         join_states(shard, {"first": states["first"]})
 
 
