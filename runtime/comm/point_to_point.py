@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -55,25 +56,21 @@ class ThreadChannel(Channel):
         return number
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
-        return _ThreadReceive(self, self.count("receive", prod(shape)), tuple(shape), dtype)
+        return _ThreadReceive(partial(self._take, self.count("receive", prod(shape)), tuple(shape), dtype))
+
+    def _take(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        what = f"receive {number} on {self.name} of {dtype}{list(shape)}"
+        with self.world.condition:
+            self.world.wait(lambda: number in self.arrived, what)
+            x = self.arrived.pop(number)
+        if x.shape != shape or x.dtype != dtype:
+            raise RuntimeError(f"{what} met a send of {x.dtype}{list(x.shape)}: the ends have other orders")
+        return x
 
 
 @dataclass(frozen=True)
 class _ThreadReceive:
-    channel: ThreadChannel
-    number: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def wait(self) -> Tensor:
-        channel, number = self.channel, self.number
-        what = f"receive {number} on {channel.name} of {self.dtype}{list(self.shape)}"
-        with channel.world.condition:
-            channel.world.wait(lambda: number in channel.arrived, what)
-            x = channel.arrived.pop(number)
-        if x.shape != self.shape or x.dtype != self.dtype:
-            raise RuntimeError(f"{what} met a send of {x.dtype}{list(x.shape)}: the ends have other orders")
-        return x
+    wait: Callable[[], Tensor]
 
 
 class ProcessChannel(Channel):

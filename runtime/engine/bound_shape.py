@@ -10,7 +10,7 @@ from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.weights.file_tensor import Weights
-from autoptd.runtime.weights.slices import Constants, Slices, refresh_constants
+from autoptd.runtime.weights.slices import Constants, Slices
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ class BoundShape:
         self.executor = Executor(program.manifest, connection, program.functions, program.schedule, graphs)
         here = connection.rank.coordinates.pipeline
         self.complete = list_complete(program.manifest, here, program.schedule[here])
-        self._connection = connection
-        self._constants = program.constants
+        self.constants = program.constants
 
     def read_leaves(
         self, tensors: Slices, narrow: Slices, trained: frozenset[str] | None, sums: GradientSums
@@ -71,10 +70,6 @@ class BoundShape:
     def forget_leaves(self) -> None:
         """Let go of the leaves, and so of memory that tensors leave."""
         self.leaves = StageLeaves()
-
-    def refresh(self, slices: Slices) -> None:
-        """Compute the constants anew from the new values of buffers in `slices`. See `refresh_constants`."""
-        refresh_constants(self.manifest, self._connection.rank, self._constants, {**slices, **self.slices})
 
 
 def _names(code: CodeType, name: str) -> bool:

@@ -19,7 +19,7 @@ from autoptd.runtime.guards.step_agreement import compare_shards
 from autoptd.runtime.optimizer.gradient_sums import GradientSums
 from autoptd.runtime.optimizer.whole_parameters import WholeParameters
 from autoptd.runtime.optimizer.zero1 import FlatShard, OptimizerT, fill_groups, lay_out_shards
-from autoptd.runtime.weights.slices import Slices, check_proof
+from autoptd.runtime.weights.slices import Slices, check_proof, refresh_constants
 
 
 class BoundWeights:
@@ -244,7 +244,8 @@ class BoundWeights:
     def refresh_constants(self) -> None:
         """Compute the constants of all shapes from the buffers as they are. A collective of the tensor ranks."""
         for shape in self.shapes:
-            shape.refresh(self.watch.tensors)
+            known = {**self.watch.tensors, **shape.slices}
+            refresh_constants(shape.manifest, self.connection.rank, shape.constants, known)
 
     def _read_buffers(self) -> list[tuple[int, int, int]]:
         """Return the identities of the buffers, where they are, and the counts of the writes into them."""

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad
 from autoptd.runtime.comm.groups import ThreadGroup
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.module.step_runner import StepRunner
-from autoptd.runtime.optimizer.clipping import check_norm_type, global_norm, scale_gradients
+from autoptd.runtime.optimizer.clipping import global_norm
 
 CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
@@ -34,8 +34,10 @@ _LOCK = threading.Lock()
 def clip_gradients(runner: StepRunner, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Scale the gradients to `max_norm`; return their norm before. As `Parallel.clip_grad_norm_`."""
     norm = _measure(runner, norm_type, error_if_nonfinite)
-    gradients = (leaf.grad for leaf in runner.weights.leaves.values())
-    scale_gradients((gradient for gradient in gradients if gradient is not None), norm, max_norm)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch does
+    for leaf in runner.weights.leaves.values():
+        if leaf.grad is not None:
+            leaf.grad.mul_(factor)
     dtypes = {p.dtype for p in runner.weights.manifest.parameters.values() if p.kind == "parameter"}
     return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
@@ -45,9 +47,13 @@ def _measure(
 ) -> Tensor:
     """Return the norm of the whole gradient, or of that of the leaves `of`, in float64: a collective of all ranks.
 
-    Raises ValueError for a `norm_type` that is not positive.
+    Raises ValueError for a `norm_type` that is no norm of joined parts: 0, which counts, minima, and not a number.
     """
-    check_norm_type(norm_type)
+    if not norm_type > 0:
+        raise ValueError(
+            f"norm_type is {norm_type}, expected a positive number or inf: the norms of the ranks' gradients are "
+            "joined to that of the whole model's, which other types do not give"
+        )
     weights, connection = runner.weights, runner.weights.connection
     gradients = {
         name: p.grad

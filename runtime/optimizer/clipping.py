@@ -1,6 +1,6 @@
-"""The norm of the whole model's gradient, from each rank's part of it, and clipping by it."""
+"""The norm of the whole model's gradient, from each rank's part of it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 
 import torch
@@ -23,8 +23,7 @@ def global_norm(
     parts = [part for shard in shards for part in _own_parts(manifest, rank, shard)]
     norm, part = (_norm(tensors, p, rank.device) for tensors in (whole, parts))
     if p == inf:
-        norm = rank.group("data").all_reduce(torch.maximum(norm, part), "max")
-        return rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(norm, "max"), "max")
+        return rank.maximum(torch.maximum(norm, part))
     powers = norm**p
     if shards:
         powers = powers + rank.group("data").all_reduce(part**p)
@@ -32,22 +31,6 @@ def global_norm(
     # Devices of other kinds add up otherwise; replicas that clip by other norms would drift apart.
     powers = rank.group("data").all_reduce(powers, "max")
     return powers.pow(1 / p)
-
-
-def check_norm_type(norm_type: float) -> None:
-    """Raise ValueError for a `norm_type` that is no norm of joined parts: 0, which counts, minima, and not a number."""
-    if not norm_type > 0:
-        raise ValueError(
-            f"norm_type is {norm_type}, expected a positive number or inf: the norms of the ranks' gradients are "
-            "joined to that of the whole model's, which other types do not give"
-        )
-
-
-def scale_gradients(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale `gradients` in place so that a whole of norm `norm` has at most `max_norm`, as torch does."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
 
 
 def _norm(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:

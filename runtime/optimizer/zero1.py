@@ -150,19 +150,6 @@ class FlatShard:
         return {name: row[held[name][0]] if name in held else row[:0] for name in self.names}
 
 
-def check_elementwise(optimizer: optim.Optimizer) -> None:
-    """Raise ValueError unless the step of `optimizer` may be divided anywhere."""
-    if type(optimizer) not in ELEMENTWISE:
-        raise ValueError(
-            f"{type(optimizer).__name__} is not known to step each element by itself, so that its states cannot be "
-            f"divided among the replicas: use one of {KNOWN}, or let it step whole parameters "
-            f"(parallel.whole_optimizer({type(optimizer).__name__}, parameters, ...))"
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        if group.get("differentiable"):
-            raise ValueError(f"parameter group {number} is differentiable, and shards are not: leave it out")
-
-
 def join_states(shard: FlatShard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Join the states of a shard's parameters, as in `fill`, to those of its own part.
 
@@ -212,12 +199,21 @@ def fill_groups(
     """Return the trained `parameters` of each group of `optimizer` in buckets, one for each shard.
 
     A bucket's parameters are of one of the `rows`, whose gradients are whole together, and of one of `dtypes`, in which
-    the stages compute. ValueError for parameters that are not among the model's `parameters`.
+    the stages compute. ValueError where the step of `optimizer` may not be divided anywhere, and for parameters that
+    are not among the model's `parameters`.
     """
-    check_elementwise(optimizer)
+    kind = type(optimizer)
+    if kind not in ELEMENTWISE:
+        raise ValueError(
+            f"{kind.__name__} is not known to step each element by itself, so that its states cannot be divided among "
+            f"the replicas: use one of {KNOWN}, or let it step whole parameters "
+            f"(parallel.whole_optimizer({kind.__name__}, parameters, ...))"
+        )
     names = {parameter: name for name, parameter in parameters.items()}
     groups: Buckets = []
     for number, settings in enumerate(optimizer.param_groups):
+        if settings.get("differentiable"):
+            raise ValueError(f"parameter group {number} is differentiable, and shards are not: leave it out")
         for position, parameter in enumerate(settings["params"]):
             if parameter not in names:
                 raise ValueError(
