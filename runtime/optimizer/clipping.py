@@ -39,7 +39,8 @@ def _norm(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     for x in (x for x in tensors if x.numel()):
         own = torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))
         norms.append(own.to(torch.float64))
-    return torch.linalg.vector_norm(torch.stack(norms), p)
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
+    return whole
 
 
 def _own_parts(manifest: Manifest, rank: Rank, shard: FlatShard) -> Iterator[Tensor]:

@@ -11,7 +11,8 @@ from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 
 OptimizerT = TypeVar("OptimizerT", bound=optim.Optimizer)
-Parameters, Dtypes = Mapping[str, nn.Parameter], Mapping[str, torch.dtype]  # of a model, by name
+Parameters = Mapping[str, nn.Parameter]  # of a model, by name
+Dtypes = Mapping[str, torch.dtype]
 Buckets = list[list[list[str]]]  # names of parameters, in buckets, of each group
 
 # Their step changes an element by that element's gradient and state alone, so that a part may be stepped by itself.
