@@ -23,17 +23,8 @@ from typing import Any
 
 import torch
 
-from autoptd.calibration.kernel_timing import (
-    BLOCKS,
-    COPIES,
-    DIVIDED,
-    DTYPES,
-    MICROBATCHES,
-    SHAPES,
-    compile_block,
-    main_dtype,
-)
-from autoptd.calibration.message_timing import MESSAGES, PAIR, ROUNDS
+from autoptd.calibration import kernel_timing, message_timing
+from autoptd.calibration.kernel_timing import BLOCKS, DTYPES, compile_block, main_dtype
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.cluster import Cluster, Device, Link, round_flops
 from autoptd.passes.cost.durations import Precision
@@ -45,10 +36,7 @@ TILES = (16, 32, 64, 128, 256)
 # Bounds of the search: of what decides the time of each of the blocks, and of a link's.
 BLOCK_BOUNDS, LATENCIES = {"launch_seconds": (1e-9, 1e-2), "vector_flops": (1e7, 1e15)}, (1e-7, 1e-1)
 RESOLUTION = 1e-9  # seconds: the least difference between two sizes of a message
-MEASUREMENTS = {
-    "kernel": len(DTYPES) + len(SHAPES) - 1 + len(COPIES) + len(BLOCKS) + 1,
-    "message": 2 * len(MESSAGES) + ROUNDS,
-}
+MEASUREMENTS = {"kernel": kernel_timing.MEASUREMENTS, "message": message_timing.MEASUREMENTS}
 PROCESSES = 2  # that time kernels at once, where there are as many devices
 
 Results = Mapping[str, Sequence[Any]]
@@ -75,7 +63,7 @@ def calibrate(
     number = available if devices is None else devices
     _check(output, number, available, "CUDA devices" if cuda else "cores", seconds)
     main = main_dtype(torch.device("cuda" if cuda else "cpu"))
-    groups = {"kernel": min(PROCESSES, available), "message": PAIR if available > 1 else 0}
+    groups = {"kernel": min(PROCESSES, available), "message": message_timing.PAIR if available > 1 else 0}
     found = {}
     with Watch("calibrate") as watch:
         for kind, ranks in groups.items():
@@ -142,7 +130,7 @@ def fit_link(measured: Results, device: Device, main: str, plain: float = math.n
     if "divided" not in measured:  # the smallest all-reduce of two ranks is two messages' latency
         return replace(link, latency_seconds=min(measured["reduced"])[1] / 2)
     seconds = plain * statistics.median(divided / alone for alone, divided in measured["divided"])
-    program = compile_block(DIVIDED, main, 2)
+    program = compile_block(kernel_timing.DIVIDED, main, 2)
     return _solve(partial(_with_latency, device, link), LATENCIES, program, seconds).node
 
 
@@ -180,7 +168,7 @@ def _solve(
 
     def predict(value: float) -> float:
         (times,) = time_stages(program.manifest, program.stages, make(value), Precision.of(program.stages))
-        return MICROBATCHES * (times.forward.total + times.backward.total)
+        return kernel_timing.MICROBATCHES * (times.forward.total + times.backward.total)
 
     rising = predict(high) > predict(low)
     while high / low > 1 + 1e-4:

@@ -108,6 +108,7 @@ class Sizes(NamedTuple):
 # In the first launches take almost all time, in the second elementwise kernels take much.
 BLOCKS = (Sizes(1, 4, 8, 2, 16), Sizes(8, 128, 128, 4, 1024))
 DIVIDED = Sizes(2, 128, 192, 6, 1024)  # over two tensor ranks
+MEASUREMENTS = len(DTYPES) + len(SHAPES) - 1 + len(COPIES) + len(BLOCKS) + 1
 
 
 class Transformer(nn.Module):

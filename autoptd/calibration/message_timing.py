@@ -12,17 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoptd.calibration import kernel_timing
 from autoptd.calibration.kernel_timing import (
     DIVIDED,
-    LEAST_REPEATS,
-    WARM_UPS,
     Timer,
     block_step,
     compile_block,
     main_dtype,
     plain_step,
-    say,
-    start,
 )
 from autoptd.runtime.comm.groups import ProcessGroup
 from autoptd.runtime.comm.point_to_point import process_channels
@@ -31,6 +28,7 @@ from autoptd.runtime.program.mesh import Mesh
 MESSAGES = (2**20, 2**24)  # bytes: the difference of their times is the link's rate
 CUDA_MESSAGES = (2**2, 2**30)  # the first takes no time but the link's latency
 ROUNDS = 6
+MEASUREMENTS = 2 * len(MESSAGES) + ROUNDS
 PAIR = 2  # ranks
 PATIENCE = timedelta(seconds=120)  # how long a process waits for the other
 
@@ -69,13 +67,13 @@ def time_messages(timer: Timer) -> Iterator[tuple[str, Any]]:
 
 def time_together(timer: Timer, call: Callable[[], object]) -> float:
     """Return the mean wall time of calls that both ranks make."""
-    return run_together(timer, call, max(LEAST_REPEATS, count_calls(timer, call)))[0]
+    return run_together(timer, call, max(kernel_timing.LEAST_REPEATS, count_calls(timer, call)))[0]
 
 
 def count_calls(timer: Timer, call: Callable[[], object], parts: int = 1) -> int:
     """Return how many calls fit into one of `parts` of the time of a measurement, by the first rank's clock."""
-    run_together(timer, call, WARM_UPS)
-    once, _ = run_together(timer, call, LEAST_REPEATS)
+    run_together(timer, call, kernel_timing.WARM_UPS)
+    once, _ = run_together(timer, call, kernel_timing.LEAST_REPEATS)
     count = torch.tensor([max(1, int(timer.seconds / parts / once))], device=timer.device)
     dist.broadcast(count, 0)
     return int(count)
@@ -93,7 +91,7 @@ def run_together(timer: Timer, call: Callable[[], object], count: int) -> tuple[
 
 
 if __name__ == "__main__":
-    rank, world_size, folder, timer = start(one_core=False)
+    rank, world_size, folder, timer = kernel_timing.start(one_core=False)
     dist.init_process_group(
         "nccl" if timer.device.type == "cuda" else "gloo",
         f"file://{folder}/pair",
@@ -101,6 +99,6 @@ if __name__ == "__main__":
         world_size=world_size,
         timeout=PATIENCE,
     )
-    say(time_messages(timer))
+    kernel_timing.say(time_messages(timer))
     dist.barrier()  # a rank that left now would break the other's last message
     dist.destroy_process_group()

@@ -10,14 +10,7 @@ from rich.table import Table
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.planning.plan import Plan
 from autoptd.reports.overview import Overview
-from autoptd.reports.summary import (
-    HEAD,
-    describe_all,
-    format_seconds,
-    format_teraflops,
-    headline,
-    list_stages,
-)
+from autoptd.reports.summary import HEAD, describe_all, format_seconds, format_tflops, headline, list_stages
 from autoptd.simulate.step import Simulation
 from autoptd.text.comments import write_bytes
 
@@ -48,7 +41,7 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     """Print the step's time with its breakdown, and the memory of every rank."""
     numbers = [
         ("step", format_seconds(simulation.step_seconds)),
-        ("per device", f"{format_teraflops(simulation.tflops_per_device)} TFLOP/s"),
+        ("per device", f"{format_tflops(simulation.tflops_per_device)} TFLOP/s"),
         ("model FLOPs utilisation", f"{simulation.mfu:.1%}"),
         ("bubble over work", f"{simulation.bubble_fraction:.1%}"),
     ]
@@ -69,11 +62,11 @@ def print_cluster(console: Console, cluster: Cluster) -> None:
     console.print(f"[bold]{escape(cluster.name)}[/]")
     least = f", {format_seconds(node.latency_seconds)} at least"
     rates = [
-        (f"products in {dtype}", f"{format_teraflops(device.gemm_efficiency * peak / 1e12)} TFLOP/s")
+        (f"products in {dtype}", f"{format_tflops(device.gemm_efficiency * peak / 1e12)} TFLOP/s")
         for dtype, peak in device.peak_flops.items()
     ]
     rates += [
-        ("other kernels", f"{moved}/s, or {format_teraflops(device.vector_flops / 1e12)} TFLOP/s"),
+        ("other kernels", f"{moved}/s, or {format_tflops(device.vector_flops / 1e12)} TFLOP/s"),
         ("memory", write_bytes(round(device.memory_bytes))),
         ("a launch", format_seconds(device.launch_seconds)),
         *([("a launch in a CUDA graph", format_seconds(launch))] if launch else []),

@@ -21,15 +21,9 @@ from autoptd.capture.export import capture, check_model
 from autoptd.gc_pause import paused_collector
 from autoptd.options import Options
 from autoptd.pass_list import run_passes, select_passes
+from autoptd.passes.cost import schedule_times
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
-from autoptd.passes.cost.schedule_times import (
-    least_seconds,
-    live_microbatches,
-    rank_seconds,
-    walk,
-    walking_order,
-)
 from autoptd.passes.ir.program import Passes, Program
 from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.stages.cut import Found, fit_cut
@@ -135,7 +129,7 @@ class Estimator:
         """Return a lower bound of `pipeline_seconds`; raise ValueError for an impossible candidate."""
         _, (_, times) = self._divide_stages(candidate)
         taken = action_times(times, blocking=not self.training.overlap)
-        return float(least_seconds(taken, candidate.pipeline, candidate.num_microbatches))
+        return float(schedule_times.least_seconds(taken, candidate.pipeline, candidate.num_microbatches))
 
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of a step's schedule; raise ValueError for an impossible candidate."""
@@ -171,7 +165,8 @@ class Estimator:
         mesh, v, training = candidate.mesh, candidate.num_model_chunks, self.training
         row = self.measure(*candidate.key)
         schedule, _ = _schedule(candidate.schedule, mesh.pipeline, self._shares(candidate)[0][0], v)
-        alive = live_microbatches(schedule, mesh.pipeline * v, lasting=self.cluster.device.has_graphs)
+        lasting = self.cluster.device.has_graphs
+        alive = schedule_times.live_microbatches(schedule, mesh.pipeline * v, lasting=lasting)
         memory = row.memory(alive, training.states(row.precision, mesh.data), [0] * mesh.pipeline, limit)
 
         def find(reserved: Sequence[int]) -> Found:
@@ -206,14 +201,14 @@ class Estimator:
         taken = action_times(times, blocking=blocking)
         first: dict[int, float] = {}
         last: dict[int, float] = {}
-        for rank, action, start, end in walk(order, p, taken):
+        for rank, action, start, end in schedule_times.walk(order, p, taken):
             if blocking or action.kind.computes:
                 first.setdefault(rank, start)
                 last[rank] = end
         seconds = max(last.values())
         ranks = (
             Walk(seconds, seconds - max(0.0, last[rank] - first[rank] - work * microbatches), work)
-            for rank, work in enumerate(rank_seconds(taken, p))
+            for rank, work in enumerate(schedule_times.rank_seconds(taken, p))
         )
         return max(ranks, key=lambda walk: walk.busy + more * walk.work)
 
@@ -266,4 +261,4 @@ def _schedule(
     name: str, pipeline: int, microbatches: int, chunks: int
 ) -> tuple[Schedule, Sequence[tuple[int, Action]]]:
     schedule = make_schedule(name, pipeline, microbatches, chunks)
-    return schedule, walking_order(schedule)
+    return schedule, schedule_times.walking_order(schedule)

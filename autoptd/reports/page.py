@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from autoptd.reports.overview import Overview, StageOverview
-from autoptd.reports.summary import describe_sums, format_seconds, format_teraflops, headline
+from autoptd.reports.summary import describe_sums, format_seconds, format_tflops, headline
 from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.simulate.step import Simulation
 from autoptd.simulate.svg import box_code, box_colours
@@ -57,7 +57,7 @@ def _tiles(simulation: Simulation) -> Iterator[str]:
     verdict = "fits" if simulation.fits else "does not fit"
     shown = {
         "step": format_seconds(simulation.step_seconds),
-        "TFLOP/s per device": format_teraflops(simulation.tflops_per_device),
+        "TFLOP/s per device": format_tflops(simulation.tflops_per_device),
         "model FLOPs utilisation": f"{simulation.mfu:.1%}",
         "bubble over work": f"{simulation.bubble_fraction:.1%}",
         f"peak memory, {verdict} in {write_bytes(round(size))}": write_bytes(fullest),

@@ -91,7 +91,7 @@ def format_seconds(seconds: float) -> str:
     return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
 
 
-def format_teraflops(rate: float) -> str:
+def format_tflops(rate: float) -> str:
     """Format "176.9" from 10 TFLOP/s on, with two digits below."""
     return f"{rate:.1f}" if rate >= 10 else f"{rate:.2g}"
 

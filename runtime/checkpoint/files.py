@@ -89,7 +89,7 @@ def check_length(text: bytes, path: Path) -> None:
         raise CheckpointError(f"{path} is longer than {_TEXT_LIMIT} bytes, which no checkpoint's JSON may be")
 
 
-def make_step_folder(folder: Path, step: int) -> Path:
+def make_step(folder: Path, step: int) -> Path:
     """Make a new folder for `step` and return it; existing ones are left alone."""
     folder.mkdir(parents=True, exist_ok=True)
     attempt = 1 + max((f.order[1] for f in list_steps(folder) if f.order[0] == step), default=0)

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.checkpoint.error import CheckpointError, agreed
-from autoptd.runtime.checkpoint.files import (
-    commit_step,
-    make_step_folder,
-    next_number,
-    remove_old,
-    write_file,
-)
+from autoptd.runtime.checkpoint.files import commit_step, make_step, next_number, remove_old, write_file
 from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
 from autoptd.runtime.checkpoint.record import (
     RankRecord,
@@ -176,7 +170,7 @@ class Saving:
         name = ""
         with agreed(self._rank):
             if self._rank.number == 0:
-                name = make_step_folder(folder, self._whole.call).name
+                name = make_step(folder, self._whole.call).name
         self.path = folder / share_text(self._rank, name)
         # Not a daemon, so that the interpreter waits for it at the program's end.
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {self.path.name}")

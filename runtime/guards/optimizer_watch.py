@@ -9,11 +9,8 @@ from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.engine.dynamo import leave_uncompiled
