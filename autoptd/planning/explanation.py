@@ -95,10 +95,8 @@ def explain_program(
     said.
     """
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
-    work = tuple(
-        sum(entry.end - entry.start for entry in row if entry.action.kind.computes)
-        for row in simulation.timeline
-    )
+    computed = ([entry for entry in row if entry.action.kind.computes] for row in simulation.timeline)
+    work = tuple(sum(entry.end - entry.start for entry in row) for row in computed)
     reordered = manifest.mesh.ranks is not None
     changes: tuple[Change, ...] = (Change("other settings", refused=REORDERED if reordered else UNKNOWN),)
     if model is not None and options is not None and not reordered:
@@ -130,10 +128,6 @@ def _change(manifest: Manifest, recompute: str | int, estimator: Estimator) -> I
     own = Candidate(*sizes, recompute, manifest.schedule)
     now = estimator.estimate(own).step_seconds / (m * mesh.data)
     for what, candidate in _list_neighbours(own):
-        if candidate.schedule == "interleaved_1f1b" and candidate.num_microbatches % candidate.pipeline:
-            reason = f"{candidate.num_microbatches} microbatches are no multiple of {candidate.pipeline} pipeline ranks"
-            yield Change(what, refused=reason)
-            continue
         try:
             found = estimator.estimate(candidate)
         except ValueError as error:

@@ -188,9 +188,8 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
     sends = [b for s in manifest.stages if manifest.mesh.pipeline > 1 for b in s.sends]
     ranks = range(manifest.mesh.pipeline) if manifest.mesh.data > 1 else ()
     trained = max((count_owned(manifest, rank).trained for rank in ranks), default=0)
-    partial = [
-        n for n, p in manifest.parameters.items() if p.placement.has_partial_gradient and manifest.owners(n)
-    ]
+    parameters = ((n, p) for n, p in manifest.parameters.items() if manifest.owners(n))
+    partial = [name for name, parameter in parameters if parameter.placement.has_partial_gradient]
     return Communication(
         tensor_forward=Traffic.of(forward_work(node).reduced for node in reductions),
         tensor_backward=Traffic.of([backward_work(node).reduced for node in copies] + again),

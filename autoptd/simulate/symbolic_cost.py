@@ -22,6 +22,7 @@ from autoptd.passes.operators.quantities import Number, local_sizes
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols, symbol
 from autoptd.runtime.collectives import copied_linears
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Mesh
 
 Label = tuple[int, int] | None  # which stack of layers, and which layer of it
 
@@ -68,9 +69,9 @@ class Cost:
         mesh = manifest.mesh
         own = {"t": mesh.tensor, "d": mesh.data, "m": manifest.num_microbatches}
         self.values = dict(symbols.values if symbols else {}) | {symbol(name): n for name, n in own.items()}
-        works: dict[Hashable, tuple[Line, ...]] = {}
+        works: Works = {}
         named: set[str] = set()
-        self._bills = [_Bill(stage, manifest, works, named, symbols) for stage in stages]
+        self._bills = [_Bill(stage, mesh, works, named, symbols) for stage in stages]
         self.stages = tuple(_total(bill.lines) for bill in self._bills)
         self.layers: dict[sympy.Symbol, Amounts] = {}
         self._functions: dict[sympy.Expr, tuple[Callable[..., int], ...]] = {}
@@ -147,23 +148,19 @@ class Cost:
 # Lines of the bill
 
 Line = tuple[str, Any]  # the name of an amount, and its expression
+Works = dict[Hashable, tuple[Line, ...]]
 
 
 class _Bill:
     """The costs of one stage, line by line: a `Counter` of (name of an amount, expression)."""
 
     def __init__(
-        self,
-        stage: Stage,
-        manifest: Manifest,
-        works: dict[Hashable, tuple[Line, ...]],
-        named: set[str],
-        symbols: DimensionSymbols | None,
+        self, stage: Stage, mesh: Mesh, works: Works, named: set[str], symbols: DimensionSymbols | None
     ) -> None:
         self.by_layer: dict[Label, Counter[Line]] = {}
         self._works = works  # of equal calls in all stages
         self._sizes = cache(symbols.shape if symbols else local_sizes)
-        ledger = Ledger(stage, manifest.mesh)
+        ledger = Ledger(stage, mesh)
         repeated, trained = ledger.repeated_nodes, find_trained(stage)
         for node in stage.graph.nodes:
             if node.op == "call_function":

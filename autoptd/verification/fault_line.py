@@ -16,6 +16,7 @@ from autoptd.passes.ir.program import Program
 ROUNDING = 1e-9  # relative, of sums in another order
 SHOWN = 3
 Sums = tuple[float, float]  # of the elements and of their squares, which no layout changes
+SumsByLine = Mapping[str, list[Sums]]
 
 
 class Values(TorchDispatchMode):
@@ -29,11 +30,8 @@ class Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        values = [
-            x
-            for x in tree_leaves(result)
-            if isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta
-        ]
+        tensors = (x for x in tree_leaves(result) if isinstance(x, Tensor))
+        values = [x for x in tensors if x.is_floating_point() and not x.is_meta]
         sums = [(float(x.sum()), float(x.square().sum())) for x in values]
         if not self._filename:
             self.found += sums
@@ -44,9 +42,7 @@ class Values(TorchDispatchMode):
         return result
 
 
-def find_first_wrong(
-    program: Program, plain: Sequence[Sums], ranks: Sequence[Mapping[str, list[Sums]]]
-) -> str:
+def find_first_wrong(program: Program, plain: Sequence[Sums], ranks: Sequence[SumsByLine]) -> str:
     """Say from which line on no value is one of `plain` any more; `ranks` are the sums of one replica's ranks by line.
 
     A value is the same on all tensor ranks, or divided among them. One that is neither, such as a partial sum, is right
@@ -86,7 +82,7 @@ def _find_followed(program: Program, right: Set[str]) -> set[fx.Node]:
     return followed
 
 
-def _is_right(line: str, known: list[tuple[float, float]], ranks: Sequence[Mapping[str, list[Sums]]]) -> bool:
+def _is_right(line: str, known: list[Sums], ranks: Sequence[SumsByLine]) -> bool:
     """Return whether the values of `line` are among the `known`: those of a rank, or added up over the ranks."""
     own = [rank[line] for rank in ranks if line in rank]
     if not own:

@@ -47,9 +47,8 @@ def run_plain(
     swapped = _find_places(objective, model, leaves)
     count, held = manifest.num_microbatches * manifest.mesh.data, _list_tensors(objective)
     labels = manifest.weighing_labels
-    valid = (
-        torch.ones(count, dtype=torch.float64) if labels is None else count_valid(labels, batch[labels.name])
-    )
+    ones = torch.ones(count, dtype=torch.float64)
+    valid = ones if labels is None else count_valid(labels, batch[labels.name])
     losses: dict[int, float] = {}
     sums: dict[str, Tensor] = {}
     outputs: dict[tuple[str, ...], list[Tensor]] = {}
@@ -76,17 +75,13 @@ def run_plain(
                 if leaf.grad is not None:  # not in place: two gradients may share memory
                     sums[name] = sums.get(name, 0) + leaf.grad * (valid[index] / valid.sum())
                     leaf.grad = None
-        tables = {
-            x.data_ptr(): now
-            for place, x in held.items()
-            if (now := _list_tensors(objective)[place]) is not x
-        }
+        now = _list_tensors(objective)
+        tables = {x.data_ptr(): now[place] for place, x in held.items() if now[place] is not x}
         promoted, pair = promotion.count if promotion else 0, list(losses)[:2]
         apart = _average({index: losses[index] for index in pair}, valid)
         both = take_parts(manifest, batch, count, *pair).values()
-        notes = (
-            tuple(_compare_losses(apart, lambda: objective.find_loss(*both))) if precise and count > 1 else ()
-        )
+        compared = _compare_losses(apart, lambda: objective.find_loss(*both))
+        notes = tuple(compared) if precise and count > 1 else ()
     norm = torch.nn.utils.get_total_norm(sums.values())
     joined = [dict(_join_outputs(manifest, outputs, replica)) for replica in range(manifest.mesh.data)]
     return StepResult(_average(losses, valid), sums, promoted, notes, float(norm), joined, tables)
@@ -104,10 +99,8 @@ def _join_outputs(
 
 def _list_tensors(objective: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that are plain attributes of modules, by their places."""
-    attributes = (
-        (f"{path}.{name}", x) for path, m in objective.named_modules() for name, x in vars(m).items()
-    )
-    return {place: x for place, x in attributes if isinstance(x, Tensor)}
+    attributes = ((path, *item) for path, m in objective.named_modules() for item in vars(m).items())
+    return {f"{path}.{name}": x for path, name, x in attributes if isinstance(x, Tensor)}
 
 
 def take_parts(manifest: Manifest, batch: Mapping[str, Tensor], num: int, *indices: int) -> dict[str, Tensor]:

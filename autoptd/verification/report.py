@@ -83,11 +83,8 @@ class Report:
             f"  {len(self.gradient_errors)} gradients, worst {name or 'none'}: relative error {error:.1e}",
         ]
         if self.output_errors:
-            worst = max(self.output_errors, key=lambda name: _rank(self.output_errors[name]))
-            error = self.output_errors[worst]
-            lines.append(
-                f"  {len(self.output_errors)} outputs, worst {worst[7:]}: relative error {error:.1e}"
-            )
+            worst, error = max(self.output_errors.items(), key=lambda item: _rank(item[1]))
+            lines += [f"  {len(self.output_errors)} outputs, worst {worst[7:]}: relative error {error:.1e}"]
         if not passed:
             lines += [f"    {self.errors[name]:8.1e}  {name}" for name in self.wrong[:SHOWN]]
             lines += [f"    and {len(self.wrong) - SHOWN} more"] if len(self.wrong) > SHOWN else []

@@ -1,6 +1,5 @@
 """Run the whole step of all ranks on this machine in float64, and compare it with the plain model."""
 
-import inspect
 import math
 import os
 import re
@@ -10,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from autoptd.capture.results import find_outputs
 from autoptd.capture.source_lines import short_line, user_line
+from autoptd.passes.ir.products import bound_arguments
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
@@ -85,12 +86,8 @@ def verify_program(
         values = {i.name: values[i.name].to(i.dtype) for i in manifest.inputs}
     wide = widen(manifest) if precise else manifest
 
-    def run_alone() -> StepResult:
-        return run_plain(manifest, model, loss_fn, tensors, values, precise)
-
-    def run_divided(watched: dict[int, Values] | None = None) -> list[StepResult]:
-        return _run_ranks(texts, wide, tensors, values, precise, watched)
-
+    run_alone = partial(run_plain, manifest, model, loss_fn, tensors, values, precise)
+    run_divided = partial(_run_ranks, texts, wide, tensors, values, precise)
     # The plain model first: the texts must accept every batch that it accepts.
     plain = _explain(PLAIN, "pass batch= with values that it accepts", values, run_alone)
     anew = {name: plain.tables[x.data_ptr()] for name, x in buffers.items() if x.data_ptr() in plain.tables}
@@ -99,7 +96,7 @@ def verify_program(
     found = _explain("the program", way, values, run_divided)
     own, disagreements = join_gradients(wide, found)
     expected = [plain.outputs[manifest.mesh.coordinates(rank).data] for rank in range(len(found))]
-    notes = _notes(program, manifest, plain.promoted, sum(r.promoted for r in found), anew)
+    casts = plain.promoted, sum(one.promoted for one in found)
     report = Report(
         loss=found[0].loss,
         reference_loss=plain.loss,
@@ -109,10 +106,10 @@ def verify_program(
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
-        notes=(*plain.notes, *notes),
+        notes=(*plain.notes, *_notes(program, manifest, casts, anew)),
         bounds={} if precise else _find_bounds(plain, tensors, seed, run_alone),
     )
-    return replace(report, fault=_find_fault(report, program, run_alone, run_divided))
+    return replace(report, fault=_find_fault(report, program, manifest, run_alone, run_divided))
 
 
 def _find_bounds(
@@ -139,29 +136,27 @@ def _find_bounds(
 def _find_fault(
     report: Report,
     program: Program,
-    run_alone: Callable[[], StepResult],
-    run_divided: Callable[[dict[int, Values]], list[StepResult]],
+    manifest: Manifest,
+    alone: Callable[..., Any],
+    divided: Callable[..., Any],
 ) -> str:
     """Say where the first wrong value is made, if there is one: both run again, and their values are kept."""
     if LOSS not in report.wrong:
         return find_first_right(program, report.wrong)
-    lines: dict[int, Values] = {}
     with Values() as reference:
-        run_alone()
-    run_divided(lines)
-    first = [lines[rank].lines for rank in sorted(lines) if program.mesh.coordinates(rank).data == 0]
-    return find_first_wrong(program, reference.found, first)
+        alone()
+    places = enumerate(map(program.mesh.coordinates, range(program.mesh.size)))
+    first = {rank: Values(text_filename(manifest, at.pipeline)) for rank, at in places if at.data == 0}
+    divided(first)
+    return find_first_wrong(program, reference.found, [watch.lines for watch in first.values()])
 
 
 def check_memory(manifest: Manifest) -> None:
     """Raise ValueError unless all ranks' slices and the plain model fit into memory, each `COPIES` times."""
-    mesh = manifest.mesh
-    plain = sum(prod(p.shape) for p in manifest.parameters.values())
-    slices = sum(
-        prod(p.local_shape(mesh.axes)) * len(manifest.homes(name)) for name, p in manifest.parameters.items()
-    )
-    slices *= mesh.tensor * mesh.data
-    needed = COPIES * torch.float64.itemsize * (plain + slices) + MARGIN
+    mesh, parameters = manifest.mesh, manifest.parameters.items()
+    plain = sum(prod(p.shape) for _, p in parameters)
+    slices = sum(prod(p.local_shape(mesh.axes)) * len(manifest.homes(name)) for name, p in parameters)
+    needed = COPIES * torch.float64.itemsize * (plain + slices * mesh.tensor * mesh.data) + MARGIN
     if needed > (available := available_bytes()):
         raise ValueError(
             f"verify runs all {mesh.size} ranks and the plain model here in float64, which takes about {needed:,} "
@@ -202,29 +197,22 @@ def _run_ranks(
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
     precise: bool,
-    watched: dict[int, Values] | None = None,
+    watches: Mapping[int, Values] | None = None,
 ) -> list[StepResult]:
-    """Return every rank's step by global rank, run from the functions and the schedule of the texts.
-
-    `watched` gets the sums of the values of each rank.
-    """
+    """Return every rank's step by global rank, run from the texts' functions and schedule; `watches` are of ranks."""
     programs = read_texts(texts, manifest)
     schedule = tuple(program.actions for program in programs)
     cores = torch.get_num_threads()
 
     def step(connection: Connection) -> StepResult:
-        at = connection.rank.coordinates
-        watch = Values(text_filename(manifest, at.pipeline)) if watched is not None else nullcontext()
-        if isinstance(watch, Values) and watched is not None:
-            watched[connection.rank.number] = watch
+        at, watch = connection.rank.coordinates, (watches or {}).get(connection.rank.number, nullcontext())
         with watch, Promotion() if precise else nullcontext() as promotion:
             program = programs[at.pipeline]
             constants = program.constants or (lambda p: {})
             functions = ShapeFunctions(manifest, program.stages, constants, schedule, tensors)
             parallel = Parallel(connection, functions)
             parallel.eval()
-            replica = take_parts(manifest, batch, manifest.mesh.data, at.data)
-            result = parallel(**replica)
+            result = parallel(**take_parts(manifest, batch, manifest.mesh.data, at.data))
             loss = find_loss(manifest.output, result)
             loss.backward()
             norm = float(parallel.clip_grad_norm_(math.inf))
@@ -278,16 +266,13 @@ def _find_forward_line(run: Callable[[], object]) -> str:
     return next((f"{line}, in its backward" for line in lines if line), "a place that torch does not tell")
 
 
-def _notes(
-    program: Program, manifest: Manifest, plain: int, promoted: int, anew: Iterable[str]
-) -> Iterator[str]:
+def _notes(program: Program, manifest: Manifest, casts: Sequence[int], anew: Iterable[str]) -> Iterator[str]:
     if tables := ", ".join(anew):
         yield f"the model makes {tables} anew for this dtype; the ranks were given these values too"
     if whole := [i.name for i in manifest.inputs if i.batch_dim is None]:
         yield f"not split over the microbatches, each gets it whole: {', '.join(whole)}"
-    if plain or promoted:
-        both = f"{plain} in the plain model, {promoted} in all ranks"
-        yield f"casts to fewer bits were promoted to float64: {both}"
+    if any(casts):
+        yield f"casts to fewer bits were promoted to float64: {casts[0]} in the plain model, {casts[1]} in all ranks"
     if manifest.autocast is not None:
         yield (
             f"so were those of autocast to {str(manifest.autocast).removeprefix('torch.')}; the plain model ran "
@@ -298,7 +283,5 @@ def _notes(
 
 
 def _drops(node: fx.Node) -> bool:
-    if not getattr(node.target, "__module__", "").startswith(kernels.__name__):
-        return False
-    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    return bool(given.arguments.get("p"))
+    ours = getattr(node.target, "__module__", "").startswith(kernels.__name__)
+    return ours and bool(bound_arguments(node).get("p"))
