@@ -133,10 +133,8 @@ def _take_over(training: Training, loaded: Loaded) -> None:
 def _check_model(training: Training, record: Record, place: str) -> None:
     manifest = training.manifest
     own = {name: manifest.parameters[name] for name in saved_names(manifest)}
-    for names, what in (
-        (set(own) - set(record.tensors), "it"),
-        (set(record.tensors) - set(own), "the model"),
-    ):
+    lacking = {"it": own.keys() - record.tensors.keys(), "the model": record.tensors.keys() - own.keys()}
+    for what, names in lacking.items():
         if names:
             raise CheckpointError(
                 f"{place} is of another model: {what} lacks {len(names)} tensors: {', '.join(sorted(names)[:5])}"
@@ -194,19 +192,14 @@ def _match_schedulers(training: Training, record: Record, place: str) -> dict[st
     stored = choose_schedulers(training.groups, record.schedulers, place)
     states = {}
     for name, item in training.schedulers.items():
-        entry = stored.get(name)
-        kind = type(item).__name__
+        entry, kind, at = stored.get(name), type(item).__name__, f"{place}: scheduler {name}"
         if not isinstance(entry, dict) or set(entry) != {"kind", "state"} or entry["kind"] != kind:
             found = {key: of.get("kind") if isinstance(of, dict) else of for key, of in stored.items()}
-            raise CheckpointError(
-                f"{place}: scheduler {name} is a {kind}; the checkpoint has {found or 'none'}"
-            )
-        state = _decode(entry["state"], f"{place}: scheduler {name}")
+            raise CheckpointError(f"{at} is a {kind}; the checkpoint has {found or 'none'}")
+        state = _decode(entry["state"], at)
         own = item.state_dict()
         if type(state) is not type(own) or (isinstance(own, dict) and set(state) != set(own)):
-            raise CheckpointError(
-                f"{place}: the state of scheduler {name} has other keys than that of this {kind}"
-            )
+            raise CheckpointError(f"{at} has other keys in its saved state than this {kind} has")
         states[name] = state
     return states
 

@@ -65,14 +65,12 @@ class NamedOptimizer:
         """
         states: States = {}
         for stepped in self._list_stepped(self._parameters()):
-            own = self.optimizer.state.get(stepped.tensor, {})
-            if (here := self.whole.get(stepped.names[0])) is False:
+            own, name = self.optimizer.state.get(stepped.tensor, {}), stepped.names[0]
+            if (here := self.whole.get(name)) is False:
                 continue
             if here is None:
                 self._check_shapes(stepped, own)
-            states |= (
-                {stepped.names[0]: dict(own)} if stepped.shard is None else split_states(stepped.shard, own)
-            )
+            states |= {name: dict(own)} if stepped.shard is None else split_states(stepped.shard, own)
         return states
 
     def describe(self, states: States) -> StoredOptimizer:

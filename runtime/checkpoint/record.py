@@ -202,9 +202,7 @@ def join_records(manifest: Manifest, own: Record, ranks: Sequence[RankRecord]) -
         for piece in (piece for file in rank.files for piece in file.pieces):
             known = dtypes.setdefault(piece.name, {}).setdefault(piece.state, piece.dtype)
             if known != piece.dtype:
-                raise CheckpointError(
-                    f"{piece.key} is {piece.dtype} on rank {rank.rank} and {known} elsewhere"
-                )
+                raise CheckpointError(f"{piece.key} is {piece.dtype} on rank {rank.rank}, {known} elsewhere")
             if piece.shape is not None:
                 shapes.setdefault(piece.name, {})[piece.state] = piece.shape
             elements[piece.name, piece.state] += piece.region.elements

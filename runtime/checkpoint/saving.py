@@ -93,9 +93,7 @@ class Training:
 def _make_record(training: Training, data: Any, keep: int | None) -> Record:
     """Return the part that is the same on all ranks; CheckpointError or TypeError for values that cannot be stored."""
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise CheckpointError(
-            f"keep is {keep!r}, expected a number of checkpoints from 1 on, or None for all"
-        )
+        raise CheckpointError(f"keep is {keep!r}, expected a number of checkpoints above 0, or None for all")
     scale = training.loss_scale
     return Record(
         number=0,

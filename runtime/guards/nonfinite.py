@@ -57,9 +57,8 @@ class Inspector(TorchDispatchMode):
     def _is_mean_of_none(self, action: Action, result: object) -> bool:
         if action.stage != self._last_stage or action.microbatch not in self._unlabelled:
             return False
-        return action.kind is Kind.BACKWARD or not any(
-            x.dim() for x in tree_leaves(result) if isinstance(x, Tensor)
-        )
+        single = not any(x.dim() for x in tree_leaves(result) if isinstance(x, Tensor))
+        return single or action.kind is Kind.BACKWARD
 
 
 def explain_nonfinite(
@@ -113,11 +112,9 @@ def find_ignored(manifest: Manifest, batch: Mapping[str, Tensor], microbatch: in
 
 
 def _has_broken(result: object) -> bool:
-    return any(
-        bool((x.isnan() | (x == torch.inf)).any())
-        for x in tree_leaves(result)
-        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and not x.is_meta
-    )
+    tensors = (x for x in tree_leaves(result) if isinstance(x, Tensor) and not x.is_meta)
+    numbers = (x for x in tensors if x.is_floating_point() or x.is_complex())
+    return any(bool((x.isnan() | (x == torch.inf)).any()) for x in numbers)
 
 
 def _is_communicating() -> bool:

@@ -20,6 +20,7 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 
 Batch = Mapping[str, Tensor]
+Names = Sequence[str]
 
 
 def compare_ranks(
@@ -107,10 +108,7 @@ def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: i
 
 
 def compare_shards(
-    manifest: Manifest,
-    connection: Connection,
-    rows: Iterable[Sequence[str]],
-    buckets: Iterable[Sequence[str]],
+    manifest: Manifest, connection: Connection, rows: Iterable[Names], buckets: Iterable[Names]
 ) -> None:
     """Raise ValueError unless the ranks that add up a parameter's gradients step it in the same one of their `buckets`.
 

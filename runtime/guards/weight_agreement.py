@@ -132,15 +132,14 @@ class Copies:
         self._rank, self._parameters, self._steps, self._turn = rank, parameters, steps, -1
         mesh = manifest.mesh
         owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
-        tied = dict.fromkeys(ranks for ranks in owners.values() if len(ranks) > 1)
-        stages = range(mesh.pipeline if mesh.data > 1 else 0)
-        columns: list[tuple[tuple[int, ...], list[str]]] = [
-            *(((at,), [n for n, ranks in owners.items() if at in ranks]) for at in stages),
-            *((ranks, [n for n, own in owners.items() if own == ranks]) for ranks in tied),
-        ]
-        self._columns = [
-            (ranks, tensor, names) for ranks, names in columns if names for tensor in range(mesh.tensor)
-        ]
+        columns: dict[tuple[int, ...], list[str]] = {}
+        for name, ranks in owners.items():
+            for at in ranks if mesh.data > 1 else ():
+                columns.setdefault((at,), []).append(name)
+            if len(ranks) > 1:
+                columns.setdefault(ranks, []).append(name)
+        held = sorted(columns.items())
+        self._columns = [(*column, tensor) for column in held for tensor in range(mesh.tensor)]
 
     def fingerprint(self) -> Tensor:
         """Return a hash for each place, an int64 on the rank's device; ABSENT for places that this rank is not in.
@@ -155,7 +154,7 @@ class Copies:
             hash_words(read_words(_sample(self._parameters[self._pick(names)], self._turn)))
             if at.pipeline in stages and at.tensor == tensor
             else absent
-            for stages, tensor, names in self._columns
+            for stages, names, tensor in self._columns
         ]
         made = self._steps.tensor(rank)
         hashes += [made if pipeline == at.pipeline else absent for pipeline in range(rank.mesh.pipeline)]
@@ -166,7 +165,7 @@ class Copies:
         """Describe which ranks differ from the rest at `place` of the last fingerprint. Every rank must call it."""
         at = list(enumerate(map(self._rank.mesh.coordinates, range(self._rank.mesh.size))))
         if place < len(self._columns):
-            stages, tensor, names = self._columns[place]
+            stages, names, tensor = self._columns[place]
             found = f"{self._pick(names)} has other values on"
             alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]
         elif (pipeline := place - len(self._columns)) < self._rank.mesh.pipeline:

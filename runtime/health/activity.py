@@ -25,9 +25,7 @@ EVALUATION = len(COLLECTIVE_CALLS) + 1
 CALLED = ("a call in training", *COLLECTIVE_CALLS, "an evaluation")
 # Calls in a rank's history: each is one number, its place and its kind, since it is read at any time.
 LATEST = 12
-CLEARED = (
-    " (torch's clipping skips a rank whose gradients were cleared: clear them on every rank, or on none)"
-)
+CLEARED = " (torch's clipping skips a rank whose gradients were cleared: clear them on all ranks, or none)"
 MARK = "_autoptd_place"  # attribute of an exception
 CALLS, STEP, ACTIVITY, SINCE, HEARTBEAT, BUSY, COLLECTIVE, HISTORY = range(8)
 SLOTS = HISTORY + LATEST

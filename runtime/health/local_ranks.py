@@ -56,12 +56,9 @@ def gather_local_ranks(store: Any, own: int, size: int, limit: float) -> LocalRa
     arrival = dist.all_reduce(torch.zeros(1), async_op=True) if gloo else None
     while not store.check(["all"]):
         waited = time.monotonic() - began
-        if waited > limit or (arrival is not None and arrival.is_completed()):
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if missing:
-                raise RuntimeError(
-                    f"ranks {missing} did not come to bind in {waited:.0f} s: they have ended, or hang"
-                )
+        late = waited > limit or (arrival is not None and arrival.is_completed())
+        if late and (missing := [rank for rank, key in enumerate(keys) if not store.check([key])]):
+            raise RuntimeError(f"ranks {missing} did not come to bind in {waited:.0f} s: they ended, or hang")
         time.sleep(min(0.01 + waited / 10, 1))
     texts = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
     rows = [json.loads(text) for text in texts]

@@ -219,16 +219,12 @@ class Watchdog:
             first = self._record.read()
         place = self.position.place_of(error)
         reason = " ".join(traceback.format_exception_only(kind, error)[0].split())
-        mine = first is None
-        if first is None:
-            first = self._claim(self._local.rank, place, reason, text)
-            mine = first.traceback == text and first.rank == self._local.rank
-        if mine:
+        first = first or self._claim(self._local.rank, place, reason, text)
+        if first.traceback == text and first.rank == self._local.rank:
+            what = f"rank {first.rank} failed in {first.place}: {reason}"
             with self._printing:  # a SIGTERM now waits until the error is shown, and adds no line
                 self._printed = True
-                _write(
-                    f"autoptd: rank {first.rank} failed in {first.place}: {reason}; see {self._record.path}"
-                )
+                _write(f"autoptd: {what}; see {self._record.path}")
                 self._shown(kind, error, trace)
         else:
             self._follow(first, place)
