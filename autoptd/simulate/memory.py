@@ -150,6 +150,18 @@ def add_up_slots(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
     return [sum(held[rank::p]) for rank in range(p)]
 
 
+def list_static(
+    manifest: Manifest, schedule: Schedule, sizes: Sequence[float], owned: Sequence[Owned], states: States
+) -> list[dict[str, float]]:
+    """Return the bytes that each pipeline rank holds throughout a step: states, slots of these `sizes`, outputs."""
+    slots = add_up_slots(schedule, sizes)
+    static = [states.held(own) | {"slots": size} for own, size in zip(owned, slots, strict=True)]
+    for rank, held in enumerate(static):
+        if made := count_outputs(manifest, rank):
+            held["outputs"] = made
+    return static
+
+
 def trace_memory(
     actions: Sequence[Action],
     entries: Sequence[TimelineEntry],

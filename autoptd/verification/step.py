@@ -255,10 +255,7 @@ def _explain(who: str, way: str, batch: Mapping[str, Tensor], run: Callable[[], 
 
 def _find_forward_line(run: Callable[[], object]) -> str:
     """Run what failed in its backward again; return the line of the forward that torch says is to blame."""
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        torch.autograd.set_detect_anomaly(True, check_nan=False),
-    ):
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, False):
         warnings.simplefilter("always")
         with suppress(Exception):
             run()
