@@ -106,11 +106,9 @@ def compare_outputs(found: Sequence[Mapping[Any, Tensor]], expected: Sequence[An
     errors: dict[str, float] = {}
     for own, plain in zip(found, expected, strict=True):
         for path, value in own.items():
-            difference, known = math.inf, plain[path].double()
-            if value.shape == known.shape:
-                difference = _largest(value.double() - known)
-            error = difference / (_largest(known) or 1.0)
-            name = f"output {'.'.join(path)}"
+            known, alike = plain[path].to(torch.complex128), value.shape == plain[path].shape
+            difference = _largest(value.to(torch.complex128) - known) if alike else math.inf
+            name, error = f"output {'.'.join(path)}", difference / (_largest(known) or 1.0)
             errors[name] = max(error, errors.get(name, 0.0), key=lambda e: (e != e, e))
     return errors
 

@@ -19,7 +19,7 @@ from autoptd.runtime.program.manifest import Input
 from autoptd.text.reader import trace_program
 from autoptd.verification import step
 from autoptd.verification.float64 import Promotion
-from autoptd.verification.gradients import StepResult, compare_gradients, join_gradients
+from autoptd.verification.gradients import StepResult, compare_gradients, compare_outputs, join_gradients
 from autoptd.verification.random_inputs import draw_batch, draw_weights
 from autoptd.verification.report import Report
 from samples.gpt import GPT, GPTConfig
@@ -452,6 +452,12 @@ def test_a_gradient_of_rounding_only_is_no_error() -> None:
     assert errors == pytest.approx({"a": 0.25, "b": 5e-3, "c": 2e-14, "d": 0.0})
     assert compare_gradients({"c": torch.ones(1)}, expected)["c"] == pytest.approx(500)
     assert compare_gradients({}, expected)["a"] == 1.0
+
+
+def test_a_complex_output_is_compared_with_its_imaginary_part() -> None:
+    own, plain = ([{("z",): torch.complex(torch.ones(2), torch.full((2,), y))}] for y in (1.0, 0.0))
+    assert compare_outputs(own, plain) == {"output z": 1.0}
+    assert compare_outputs(plain, [{("z",): torch.ones(3)}]) == {"output z": float("inf")}
 
 
 def test_ranks_that_disagree_are_named() -> None:
