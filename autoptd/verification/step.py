@@ -134,11 +134,7 @@ def _find_bounds(
 
 
 def _find_fault(
-    report: Report,
-    program: Program,
-    manifest: Manifest,
-    alone: Callable[..., Any],
-    divided: Callable[..., Any],
+    report: Report, program: Program, manifest: Manifest, alone: partial[Any], divided: partial[Any]
 ) -> str:
     """Say where the first wrong value is made, if there is one: both run again, and their values are kept."""
     if LOSS not in report.wrong:
