@@ -104,14 +104,9 @@ def explain_program(
         given: Any = {"example_inputs": make_example(manifest), "loss_fn": loss_fn, "options": options}
         estimator = Estimator(*known, **given, scatter_gather=manifest.scatter_gather, search=True)
         changes = tuple(_change(manifest, options.recompute, estimator))
-    return Explanation(
-        simulation,
-        ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p]),
-        (p - 1) / (v * m),
-        {kind: simulation.breakdown[kind] for kind in ("tensor", "pipeline", "data")},
-        work,
-        changes,
-    )
+    modules = ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p])
+    exposed = {kind: simulation.breakdown[kind] for kind in ("tensor", "pipeline", "data")}
+    return Explanation(simulation, modules, (p - 1) / (v * m), exposed, work, changes)
 
 
 def _name_modules(stage: Stage) -> str:

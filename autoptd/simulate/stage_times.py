@@ -113,15 +113,9 @@ def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, CallWork]:
         kept = (ledger.storages(taken.get(node, ())) if node in inside else ledger.saved([node])) - seen
         seen |= kept
         forward, backward = forward_work(node), backward_work(node, trained)
-        once = _product_flops(forward)
-        found[node] = CallWork(
-            forward,
-            backward,
-            node in repeated,
-            count_bytes(kept),
-            ledger.differentiated(node, trained) + (again[inside[node][0]] if node in inside else 0),
-            once + _product_flops(backward) + once * (node in inside),
-        )
+        working = ledger.differentiated(node, trained) + (again[inside[node][0]] if node in inside else 0)
+        flops = _product_flops(forward) * (2 if node in inside else 1) + _product_flops(backward)
+        found[node] = CallWork(forward, backward, node in repeated, count_bytes(kept), working, flops)
     return found
 
 
@@ -132,14 +126,11 @@ def add_up(calls: Collection[CallWork], durations: Durations) -> WorkTimes:
         counted = Counter(works).items()
         return sum((durations.seconds(work) * count for work, count in counted), Seconds())
 
-    scale = durations.precision.scale
-    return WorkTimes(
-        time(call.forward for call in calls),
-        time(call.backward for call in calls) + time(call.forward for call in calls if call.again),
-        sum(call.kept for call in calls) * scale,
-        max((call.working for call in calls), default=0) * scale,
-        sum(call.flops for call in calls),
-    ).launched_on(durations.cluster.device)
+    scale, forward = durations.precision.scale, time(call.forward for call in calls)
+    backward = time(call.backward for call in calls) + time(call.forward for call in calls if call.again)
+    kept, flops = sum(call.kept for call in calls) * scale, sum(call.flops for call in calls)
+    working = max((call.working for call in calls), default=0) * scale
+    return WorkTimes(forward, backward, kept, working, flops).launched_on(durations.cluster.device)
 
 
 def _sign(stage: Stage) -> object:

@@ -201,14 +201,10 @@ def action_times(
 ) -> ActionTimes:
     """Return the times of actions; a message in pieces is put together before a stage begins."""
     forward, backward = COMPUTING
-    return ActionTimes(
-        {
-            forward: [time.forward.total + time.gather[forward] for time in times],
-            backward: [time.backward.total + time.gather[backward] for time in times],
-            **{kind.send: [time.send[kind] * messages for time in times] for kind in COMPUTING},
-        },
-        blocking and messages,
-    )
+    seconds = {kind.send: [time.send[kind] * messages for time in times] for kind in COMPUTING}
+    seconds[forward] = [time.forward.total + time.gather[forward] for time in times]
+    seconds[backward] = [time.backward.total + time.gather[backward] for time in times]
+    return ActionTimes(seconds, blocking and messages)
 
 
 def _add_up(times: Sequence[StageTimes], microbatches: int) -> dict[str, float]:

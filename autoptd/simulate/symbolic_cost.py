@@ -193,11 +193,8 @@ class _Bill:
         counter.update(line for line in lines if line[1] != 0)
 
     def _list_work(self, node: fx.Node, trained: set[fx.Node], repeated: bool) -> tuple[Line, ...]:
-        sources = tuple(
-            (self._sizes(s), str(s.meta["val"]), s.op, s in trained)
-            for s in node.all_input_nodes
-            if info(s).role != "rank"
-        )
+        taken = [s for s in node.all_input_nodes if info(s).role != "rank"]
+        sources = tuple((self._sizes(s), str(s.meta["val"]), s.op, s in trained) for s in taken)
         given = repr(fx.map_arg((shaping_arguments(node), node.kwargs), lambda source: source.op))
         readers = sum(user.op == "output" or user in trained for user in node.users)
         key = node.target, self._sizes(node), sources, given, readers, node in trained, repeated

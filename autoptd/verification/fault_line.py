@@ -53,11 +53,8 @@ def find_first_wrong(program: Program, plain: Sequence[Sums], ranks: Sequence[Su
     lines = list(dict.fromkeys(info(node).line for node in nodes))
     right = {line for line in lines if _is_right(line, known, ranks)}
     followed = _find_followed(program, right)
-    wrong = [
-        line
-        for line in dict.fromkeys(info(node).line for node in nodes if node not in followed and node.users)
-        if any(line in own for own in ranks)
-    ]
+    left = dict.fromkeys(info(node).line for node in nodes if node not in followed and node.users)
+    wrong = [line for line in left if any(line in own for own in ranks)]
     if not wrong:
         return "every value is one of the plain model's: compare the order of the microbatches in SCHEDULE"
     before = [line for line in lines[: lines.index(wrong[0])] if line in right]

@@ -234,11 +234,9 @@ def _explain(who: str, way: str, batch: Mapping[str, Tensor], run: Callable[[], 
         line = user_line(traceback.extract_tb(error.__traceback__)) or _find_forward_line(run)
         found, what = f"{error}, at {line}", type(error).__name__
         if isinstance(error, IndexError) or "out of bounds" in str(error):
-            held = (
-                f"{name} from {int(x.min())} to {int(x.max())}"
-                for name, x in batch.items()
-                if x.numel() and not x.is_floating_point() and x.dtype is not torch.bool
-            )
+            numbers = {n: x for n, x in batch.items() if x.numel() and not x.is_floating_point()}
+            rows = ((n, x) for n, x in numbers.items() if x.dtype is not torch.bool)
+            held = (f"{name} from {int(x.min())} to {int(x.max())}" for name, x in rows)
             what, way = "looks up a row that does not exist", f"The batch holds {', '.join(held)}; {way}"
         elif re.search(r"\bmeta\b", str(error).lower()):
             what = "reads a tensor on the meta device that is neither a parameter nor a buffer"
