@@ -37,12 +37,12 @@ class StepResult:
 def join_gradients(manifest: Manifest, found: list[StepResult]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return whole gradients from the first replica's first owners, and where ranks that must agree do not."""
     mesh = manifest.mesh
-    wrong = []
+    wrong: list[str] = []
     for rank, result in enumerate(found):
         pairs = {"loss": (result.loss, found[0].loss), "norm of the gradient": (result.norm, found[0].norm)}
-        for what, (own, first) in pairs.items():
-            if own != first and not (own != own and first != first):
-                wrong.append(f"rank {rank} has the {what} {own!r}, rank 0 {first!r}")
+        for what, (one, other) in pairs.items():
+            if one != other and not (one != one and other != other):
+                wrong.append(f"rank {rank} has the {what} {one!r}, rank 0 {other!r}")
     whole: dict[str, Tensor] = {}
     for name, parameter in manifest.parameters.items():
         on_tensor = parameter.placement["tensor"]
