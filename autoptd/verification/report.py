@@ -10,6 +10,11 @@ SHOWN = 5
 LOSS, NORM = "the loss", "the norm of the gradient"  # in `Report.wrong`, beside the names of parameters
 
 
+def compare_numbers(found: float, expected: float) -> float:
+    """Return the relative error of a number."""
+    return abs(found - expected) / max(abs(expected), 1e-300)
+
+
 @dataclass(frozen=True)
 class Report:
     """The errors of a verification, relative: a gradient's largest difference over its largest element.
@@ -38,7 +43,7 @@ class Report:
     @property
     def loss_error(self) -> float:
         """Return the relative error of the loss."""
-        return abs(self.loss - self.reference_loss) / max(abs(self.reference_loss), 1e-300)
+        return compare_numbers(self.loss, self.reference_loss)
 
     @property
     def worst(self) -> tuple[str, float]:

@@ -34,7 +34,7 @@ from autoptd.verification.float64 import Promotion, promote
 from autoptd.verification.gradients import StepResult, compare_gradients, compare_outputs, join_gradients
 from autoptd.verification.random_inputs import draw_batch, draw_weights
 from autoptd.verification.reference import run_plain, take_parts
-from autoptd.verification.report import LOSS, NORM, Report
+from autoptd.verification.report import LOSS, NORM, Report, compare_numbers
 from autoptd.weights.sources import check_parameters
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def verify_program(
         loss=found[0].loss,
         reference_loss=plain.loss,
         gradient_errors=compare_gradients(own, plain.gradients),
-        norm_error=abs(found[0].norm - plain.norm) / max(plain.norm, 1e-300),
+        norm_error=compare_numbers(found[0].norm, plain.norm),
         output_errors=compare_outputs([own.outputs[0] for own in found], expected),
         disagreements=disagreements,
         ranks=manifest.mesh.size,
@@ -126,9 +126,9 @@ def _find_bounds(
         tensors[name] = (x * (1 + step)).to(x.dtype)
     other = run()
     tensors |= kept
-    errors = {LOSS: abs(other.loss / plain.loss - 1), NORM: abs(other.norm / plain.norm - 1)}
-    errors |= compare_gradients(other.gradients, plain.gradients)
+    errors = compare_gradients(other.gradients, plain.gradients)
     errors |= compare_outputs(other.outputs, plain.outputs)
+    errors |= {LOSS: compare_numbers(other.loss, plain.loss), NORM: compare_numbers(other.norm, plain.norm)}
     floor = max(torch.finfo(x.dtype).eps for x in wide.values())
     return {name: ROUNDINGS * max(error, floor) for name, error in errors.items()}
 

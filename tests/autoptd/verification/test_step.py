@@ -136,6 +136,25 @@ def test_in_the_model_s_own_dtype_rounding_passes_and_faults_do_not(dtype: torch
     assert "h.0.attn.c_proj.bias" in faulty.wrong
 
 
+class Satisfied(nn.Module):
+    """A model whose margin holds: loss and gradients are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x) - 100).mean()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "model"])
+def test_a_loss_of_zero_is_verified(dtype: str) -> None:
+    program = autoptd.compile(
+        Satisfied(), (1, 1, 1), example_inputs={"x": torch.ones(2, 4)}, num_microbatches=1
+    )
+    assert program.verify(dtype=dtype).passed
+
+
 def test_an_assertion_and_an_error_of_the_backward_have_their_line() -> None:
     def refuse(x: Tensor) -> Tensor:
         assert x.dtype is torch.float32, "only in float32"
