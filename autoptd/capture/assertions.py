@@ -16,6 +16,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from autoptd.capture.source_lines import user_frame
 
+CHOICES = (
+    ast.IfExp,
+    ast.NamedExpr,
+    ast.Lambda,
+    ast.ListComp,
+    ast.GeneratorExp,
+)  # of which a test may be a part
 ASSERTING = {"_assert", "_check", "_check_with"}  # functions of torch
 
 
@@ -69,11 +76,17 @@ def _find_expected(frame: FrameType) -> bool | None:
     def encloses(node: ast.expr) -> bool:
         return (node.lineno, node.col_offset) <= spot <= (node.end_lineno or 0, node.end_col_offset or 0)
 
-    for node in ast.walk(_parse(code.co_filename)):
+    tree = list(ast.walk(_parse(code.co_filename)))
+    tried = [node.body for node in tree if isinstance(node, ast.Try) and node.handlers]
+    if any(body[0].lineno <= spot[0] <= (body[-1].end_lineno or 0) for body in tried):
+        return None  # what is raised may be caught, and the forward go on
+    for node in tree:
         if isinstance(node, ast.Assert) and (node.lineno, node.col_offset) == spot:
             return tested != "UNARY_NOT"
         raises = isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
         if isinstance(node, ast.Assert | ast.If) and encloses(node.test):
+            if any(isinstance(part, CHOICES) and encloses(part) for part in ast.walk(node.test)):
+                return None
             parts = [part for part in ast.walk(node.test) if isinstance(part, ast.UnaryOp)]
             inverted = sum(isinstance(part.op, ast.Not) and encloses(part.operand) for part in parts) % 2 == 1
             return inverted == raises if raises or isinstance(node, ast.Assert) else None

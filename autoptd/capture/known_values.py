@@ -59,9 +59,10 @@ class KnownValues(TorchFunctionMode):
         return result
 
     def varies(self, tensor: Tensor) -> bool:
-        """Return whether a tensor of the trace differs from step to step: whether more than buffers is read for it."""
-        node, names = self._find_node(tensor), self._name_buffers()
-        return node is not None and any(n.op == "placeholder" and n not in names for n in _find_sources(node))
+        """Return whether a tensor of the trace is computed from the batch."""
+        node, held = self._find_node(tensor), (*self.traced.parameters(), *self.traced.buffers())
+        own = {self._find_node(x) for x in held}
+        return node is not None and any(n.op == "placeholder" and n not in own for n in _find_sources(node))
 
     def _find_node(self, tensor: Tensor) -> fx.Node | None:
         mode: Any = get_proxy_mode()
@@ -104,7 +105,10 @@ def _evaluate(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     known = target is operator.getitem or (isinstance(target, OpOverload) and target.namespace == "aten")
     if not known or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return None
-    if isinstance(val, Tensor) and val.numel() > MOST:
+    unread = [source for source in node.all_input_nodes if source not in values]
+    if any(not isinstance(source.meta["val"], Tensor) for source in unread) or (
+        isinstance(val, Tensor) and val.numel() > MOST
+    ):
         return None
 
     def value_of(source: fx.Node) -> Any:
@@ -134,8 +138,8 @@ def _find_sources(node: fx.Node) -> list[fx.Node]:
 def _read_by(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the arguments of which `node` reads more than the shape and dtype."""
     name = aten_name(node.target)
-    if not name.startswith("new_") and not name.endswith("_like"):
-        yield from node.all_input_nodes[: 1 if name in LIKE_SECOND else None]
+    made = name.startswith("new_") or name.endswith("_like")
+    yield from node.all_input_nodes[int(made) : 1 if name in LIKE_SECOND else None]
 
 
 def _find_viewed(node: fx.Node) -> fx.Node:

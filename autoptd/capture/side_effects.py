@@ -123,7 +123,7 @@ def refuse_side_effects(
 def _assign_view(module: nn.Module, name: str, value: Any, assign: Any = nn.Module.__setattr__) -> None:
     """Assign an attribute as any module does; of a tensor with a gradient a view, by which it is seen to be read."""
     if getattr(value, "grad_fn", None) is not None:
-        with torch._C.DisableTorchFunction():  # it is no call of the user's
+        with torch.enable_grad(), torch._C.DisableTorchFunction():  # it is no call of the user's
             value = value.view(value.shape)
     assign(module, name, value)
 

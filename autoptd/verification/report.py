@@ -82,6 +82,7 @@ class Report:
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         name, error = self.worst
         how = f"the plain model in {'its own dtype' if self.bounds else 'float64'}"
+        how += f", whose rounding may make errors of {max(self.bounds.values()):.1e}" if self.bounds else ""
         lines = [
             f"verify {verdict}: {ranks} against {how}, {self.seconds:.1f} s{shape}",
             f"  loss {self.loss:.15g}, plain {self.reference_loss:.15g}, relative error {self.loss_error:.1e}",

@@ -26,7 +26,9 @@ ANALYTIC = {
     *(aten.tanh.default, aten.sigmoid.default, aten.erf.default),
 }
 LONGEST = 12  # operators of a chain; BLOOM's tanh-GELU has ten
-POINTS = torch.cat([torch.linspace(-6, 6, 2001), torch.linspace(-40, 40, 400)]).double()
+POINTS = torch.cat(
+    [torch.linspace(-x, x, n, dtype=torch.float64, device="cpu") for x, n in ((6, 2001), (40, 400))]
+)
 KNOWN: tuple[tuple[Any, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
     (aten.silu.default, {}, functional.silu),
     (aten.gelu.default, {}, functional.gelu),

@@ -19,7 +19,7 @@ from autoptd.runtime.checkpoint.schedulers import choose_schedulers
 from autoptd.runtime.checkpoint.tensor_file import open_tensors, read_region
 from autoptd.runtime.comm.agreement import share_text
 from autoptd.runtime.program.tagged_json import decode_value
-from autoptd.runtime.weights.slices import check_proof, saved_names
+from autoptd.runtime.weights.slices import check_proof, hash_parts, saved_names
 
 Key = tuple[str, str]  # the name of a tensor, and of an optimizer state or ""
 
@@ -51,7 +51,7 @@ def load_step(training: Training, folder: Path) -> Any:
         with agreed(rank):
             loaded = _read_good(training, folder / name)
             try:
-                check_proof(training.manifest, loaded.tensors)
+                check_proof(training.manifest, loaded.tensors, hash_parts(training.manifest, training.slices))
             except ValueError as error:
                 raise CheckpointError(f"{folder}: {error}") from error
             for key, state in loaded.schedulers.items():

@@ -19,7 +19,7 @@ from autoptd.runtime.guards.step_agreement import compare_shards
 from autoptd.runtime.optimizer.gradient_sums import GradientSums
 from autoptd.runtime.optimizer.whole_parameters import WholeParameters
 from autoptd.runtime.optimizer.zero1 import FlatShard, OptimizerT, fill_groups, lay_out_shards
-from autoptd.runtime.weights.slices import Slices, check_proof, refresh_constants
+from autoptd.runtime.weights.slices import Slices, check_proof, hash_parts, refresh_constants
 
 
 class BoundWeights:
@@ -45,6 +45,7 @@ class BoundWeights:
         self.whole = WholeParameters(self.manifest, connection, dict(nn.Module.named_parameters(module)))
         self._share_steps(module, ())
         self._buffers = self._read_buffers()
+        self.parts = hash_parts(self.manifest, self.watch.buffers)
 
     def _share_steps(self, module: nn.Module, shards: Sequence[FlatShard]) -> None:
         """Let the optimizer step `shards` from now on, and no parameter of `module` that is in one."""
@@ -133,7 +134,8 @@ class BoundWeights:
             if callable(closure):
                 with torch.enable_grad():
                     loss = closure()
-                args, kwargs = (optimizer, *args[2:]), {**kwargs, "closure": lambda: loss}
+                again = self.whole.give_once(optimizer, loss)
+                args, kwargs = (optimizer, *args[2:]), {**kwargs, "closure": again}
             with self.connection.position.during("whole parameters"):
                 self.whole.begin(optimizer)
         self.marks.whole_steps += 1
@@ -149,6 +151,11 @@ class BoundWeights:
     def check(self, module: nn.Module) -> None:
         """Take over what was written since; ValueError where a call of `module` would not use its own tensors."""
         self._check_unwritten()
+        if self.marks.whole_steps:
+            raise ValueError(
+                "an optimizer's step of whole parameters broke off by an error, and left them whole on this rank: bind "
+                "again, and load the last checkpoint"
+            )
         for shard in self.shards:
             if shard.is_own_written():
                 raise ValueError(
@@ -240,7 +247,7 @@ class BoundWeights:
                     f"the buffer {alias} was replaced after bind, and is one with {name}: write its values "
                     "(buffer.copy_), or replace both by one tensor"
                 )
-        check_proof(self.manifest, own)
+        check_proof(self.manifest, own, self.parts)
         self.refresh_constants()
         self._buffers = self._read_buffers()
 

@@ -238,7 +238,7 @@ class Parallel(BoundModule):
 
         Raises ValueError for other values of a buffer that were compiled into the program.
         """
-        check_proof(self._manifest, state_dict)
+        check_proof(self._manifest, state_dict, self._weights.parts)
         result = super().load_state_dict(state_dict, strict, assign)
         self._take_over()
         return result

@@ -1,6 +1,6 @@
 """Whole parameters for optimizers that look at more than an element: each is put together on a rank that steps it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from math import prod
 
@@ -51,6 +51,20 @@ class WholeParameters:
             if not self.taken[name]:
                 optimizer.state.pop(self._parameters[name], None)
         return names
+
+    def give_once(self, optimizer: Optimizer, loss: Tensor) -> Callable[[], Tensor]:
+        """Return a closure for `optimizer` that gives `loss`; ValueError where it has changed its weights since."""
+        versions = {name: self._parameters[name]._version for name in self.list_names(optimizer)}
+
+        def closure() -> Tensor:
+            if any(self._parameters[name]._version != version for name, version in versions.items()):
+                raise ValueError(
+                    f"{type(optimizer).__name__} evaluates its closure at weights that it has changed, and a model whose "
+                    "parameters are whole cannot be called: compute both gradients before the step"
+                )
+            return loss
+
+        return closure
 
     def begin(self, optimizer: Optimizer) -> None:
         """Make the parameters whole that `optimizer` is about to step, and leave it those that this rank steps."""

@@ -131,18 +131,28 @@ def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def check_proof(manifest: Manifest, tensors: Weights) -> None:
+def hash_parts(manifest: Manifest, slices: Slices) -> dict[str, str]:
+    """Return a hash of each of a rank's `slices` of a divided buffer that the program was proved with."""
+    known = {proved.name: manifest.parameters[proved.name] for proved in manifest.proved}
+    return {
+        n: hash_values(slices[n], p.dtype) for n, p in known.items() if p.placement.is_divided and n in slices
+    }
+
+
+def check_proof(manifest: Manifest, tensors: Weights, parts: Mapping[str, str] | None = None) -> None:
     """Raise ValueError if a buffer in `tensors` has other values than those that the program was proved with.
-    A rank's part of a divided one says nothing of them.
+
+    A rank's slice of a divided one must be that of `parts`, as `hash_parts` gives them.
     """
     for proved in manifest.proved:
         known = manifest.parameters[proved.name]
         for name in all_names(manifest, proved.name):
             given = tensors.get(name)
             part = given is not None and known.placement.is_divided and tuple(given.shape) != known.shape
-            if given is None or given.is_meta or part:
+            digest = (parts or {}).get(proved.name) if part else proved.digest
+            if given is None or given.is_meta or digest is None:
                 continue
-            if hash_values(read_whole(given), known.dtype) != proved.digest:
+            if hash_values(read_whole(given), known.dtype) != digest:
                 raise ValueError(
                     f"the buffer {name} is given other values than it had when the program was compiled: the program "
                     "was compiled with the old ones (a mask that was proved causal, say) and is right for them only; "
