@@ -105,10 +105,8 @@ def _evaluate(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     known = target is operator.getitem or (isinstance(target, OpOverload) and target.namespace == "aten")
     if not known or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return None
-    unread = [source for source in node.all_input_nodes if source not in values]
-    if any(not isinstance(source.meta["val"], Tensor) for source in unread) or (
-        isinstance(val, Tensor) and val.numel() > MOST
-    ):
+    large = isinstance(val, Tensor) and val.numel() > MOST
+    if large or any(not isinstance(n.meta["val"], Tensor) for n in node.all_input_nodes if n not in values):
         return None
 
     def value_of(source: fx.Node) -> Any:

@@ -134,7 +134,7 @@ class BoundWeights:
             if callable(closure):
                 with torch.enable_grad():
                     loss = closure()
-                again = self.whole.give_once(optimizer, loss)
+                again = self.whole.give_once(loss)
                 args, kwargs = (optimizer, *args[2:]), {**kwargs, "closure": again}
             with self.connection.position.during("whole parameters"):
                 self.whole.begin(optimizer)
@@ -153,8 +153,7 @@ class BoundWeights:
         self._check_unwritten()
         if self.marks.whole_steps:
             raise ValueError(
-                "an optimizer's step of whole parameters broke off by an error, and left them whole on this rank: bind "
-                "again, and load the last checkpoint"
+                "an optimizer's step of whole parameters broke off, and left them whole: bind again from a checkpoint"
             )
         for shard in self.shards:
             if shard.is_own_written():

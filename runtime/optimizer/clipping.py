@@ -30,7 +30,7 @@ def global_norm(
     powers = rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(powers))
     # Devices of other kinds add up otherwise; replicas that clip by other norms would drift apart.
     powers = rank.group("data").all_reduce(powers, "max")
-    return powers.pow(1 / p)
+    return powers.pow(1 / p)  # type: ignore[no-any-return]
 
 
 def _norm(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:

@@ -52,15 +52,15 @@ class WholeParameters:
                 optimizer.state.pop(self._parameters[name], None)
         return names
 
-    def give_once(self, optimizer: Optimizer, loss: Tensor) -> Callable[[], Tensor]:
-        """Return a closure for `optimizer` that gives `loss`; ValueError where it has changed its weights since."""
-        versions = {name: self._parameters[name]._version for name in self.list_names(optimizer)}
+    def give_once(self, loss: Tensor) -> Callable[[], Tensor]:
+        """Return a closure that gives `loss`; it raises ValueError where parameters have changed since."""
+        versions = [p._version for p in self._parameters.values()]
 
         def closure() -> Tensor:
-            if any(self._parameters[name]._version != version for name, version in versions.items()):
+            if versions != [p._version for p in self._parameters.values()]:
                 raise ValueError(
-                    f"{type(optimizer).__name__} evaluates its closure at weights that it has changed, and a model whose "
-                    "parameters are whole cannot be called: compute both gradients before the step"
+                    "the optimizer evaluates its closure at weights that it has changed, and a model cannot be called "
+                    "while its parameters are whole: compute all gradients before the step"
                 )
             return loss
 

@@ -140,10 +140,7 @@ def hash_parts(manifest: Manifest, slices: Slices) -> dict[str, str]:
 
 
 def check_proof(manifest: Manifest, tensors: Weights, parts: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError if a buffer in `tensors` has other values than those that the program was proved with.
-
-    A rank's slice of a divided one must be that of `parts`, as `hash_parts` gives them.
-    """
+    """Raise ValueError for other values of a buffer than the program was proved with; `parts` are of `hash_parts`."""
     for proved in manifest.proved:
         known = manifest.parameters[proved.name]
         for name in all_names(manifest, proved.name):
