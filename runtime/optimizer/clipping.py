@@ -30,7 +30,7 @@ def global_norm(
     powers = rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(powers))
     # Devices of other kinds add up otherwise; replicas that clip by other norms would drift apart.
     powers = rank.group("data").all_reduce(powers, "max")
-    return powers.pow(1 / p)  # type: ignore[no-any-return]
+    return powers.pow(1 / p)
 
 
 def _norm(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
@@ -39,8 +39,7 @@ def _norm(tensors: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
     for x in (x for x in tensors if x.numel()):
         own = torch.linalg.vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32))
         norms.append(own.to(torch.float64))
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), p)
-    return whole
+    return torch.linalg.vector_norm(torch.stack(norms), p)  # type: ignore[no-any-return]
 
 
 def _own_parts(manifest: Manifest, rank: Rank, shard: FlatShard) -> Iterator[Tensor]:

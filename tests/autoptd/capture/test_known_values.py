@@ -147,3 +147,25 @@ def test_a_branch_that_does_more_than_raise_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"if x\.argmax.*: control flow depends on a tensor's values"):
         compile_reading(choose)
+
+
+def test_an_assertion_whose_error_the_forward_catches_is_a_branch() -> None:
+    def catch(model: Reading, x: Tensor) -> Tensor:
+        try:
+            if x.argmax(-1).max() >= ROWS:
+                raise ValueError("too large")
+        except ValueError:
+            return 2 * x
+        return x
+
+    with pytest.raises(ValueError, match="control flow depends on a tensor's values"):
+        compile_reading(catch)
+
+
+def test_a_number_of_the_batch_in_a_new_tensor_is_data() -> None:
+    def fill(model: Reading, x: Tensor) -> Tensor:
+        limit = x.new_full((2,), x.argmax(-1).max().item())
+        return 2 * x if limit[0].item() > ROWS else x
+
+    with pytest.raises(ValueError, match="control flow depends on a tensor's values"):
+        compile_reading(fill)

@@ -550,3 +550,18 @@ def test_verify_leaves_what_forward_keeps() -> None:
     assert not model.training
     assert not model.head.training
     assert torch.isfinite(model(**INPUTS))
+
+
+def test_what_is_kept_under_no_grad_has_its_gradient_where_it_is_read() -> None:
+    def keep(model: Plain, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.cache = x * 1
+        y = 2 * x
+        with torch.no_grad():
+            model.cache = y
+        return model.cache + 0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = compile_plain(Plain(keep)).verify()
+    assert report.passed, report
