@@ -419,3 +419,28 @@ def test_a_gpt_of_packed_padded_and_tied_tables(kind: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_near(run_threads(program.manifest, run)[0], plain)
+
+
+class Sharp(PerTensor):
+    """Moves its weights, and asks for the loss there, as sharpness-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(0.1)
+        return closure()
+
+
+def test_a_closure_at_other_weights_is_refused() -> None:
+    chain = Chain((2, 1, 1), "gpipe", 1, 2)
+
+    def run(connection: Connection) -> None:
+        parallel = chain.parallel(connection)
+        optimizer = parallel.whole_optimizer(Sharp, list_matrices(parallel))
+        with pytest.raises(ValueError, match="evaluates its closure at weights that it has changed"):
+            optimizer.step(lambda: backward(parallel, chain, connection, 0))
+        with pytest.raises(ValueError, match="step of whole parameters broke off"):
+            backward(parallel, chain, connection, 0)
+
+    run_threads(chain.manifest, run)
