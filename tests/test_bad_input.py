@@ -77,8 +77,8 @@ def test_mesh_and_world_size(started: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("mesh", "error", "parts"),
     [
-        ((2, 2), ValueError, ["2 entries (2, 2)", "(tensor, pipeline, data)", "mesh=(2, 2, 2)"]),
-        ((1, 1, 1, 1), ValueError, ["4 entries", "(tensor, pipeline, data)"]),
+        ((2, 2), ValueError, ["mesh is (2, 2)", "three: (tensor, pipeline, data)", "mesh=(2, 2, 2)"]),
+        ((1, 1, 1, 1), ValueError, ["mesh is (1, 1, 1, 1)", "three: (tensor, pipeline, data)"]),
         ((2, 0, 1), ValueError, ["entry 1 (pipeline) is 0", "positive integer"]),
         ((2, 1, -2), ValueError, ["entry 2 (data) is -2", "positive integer"]),
         ((1.5, 1, 1), ValueError, ["entry 0 (tensor) is 1.5", "positive integer"]),
