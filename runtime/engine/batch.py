@@ -176,8 +176,9 @@ def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.
 def check_rows(manifest: Manifest, batch: Mapping[str, Tensor]) -> None:
     """Raise ValueError for the first row number of the batch that its table, or its loss, does not have."""
     for expected in manifest.inputs:
-        name, rows, values = expected.name, expected.rows, batch[expected.name]
-        if rows is not None and (wrong := find_unknown(expected, values)).any():
+        name, rows, values = expected.name, expected.rows or 0, batch[expected.name]
+        fits = not rows or not values.numel() or ((e := values.aminmax()).min >= 0 and e.max < rows)
+        if not fits and (wrong := find_unknown(expected, values)).any():
             place = wrong.nonzero()[0].tolist()
             largest = values[wrong].max().item()
             raise ValueError(
