@@ -1,7 +1,5 @@
 """``python -m autoptd``: the command line."""
 
-from __future__ import annotations
-
 import sys
 
 from autoptd.cli.main import main

@@ -14,6 +14,7 @@ from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.broadcast_dropout import mark_expanded
 from autoptd.capture.export import capture
 from autoptd.capture.fake_module import leave_modes
+from autoptd.capture.results import Outputs
 from autoptd.compiled import CompiledProgram
 from autoptd.description import describe_program, write_title
 from autoptd.gc_pause import collect_garbage, paused_collector
@@ -45,6 +46,7 @@ def compile(
     *,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
+    outputs: Outputs = (),
     microbatch_size: int | None = None,
     num_microbatches: int | None = None,
     schedule: str | None = None,
@@ -72,6 +74,8 @@ def compile(
         example_inputs: a dict or tuple for ONE microbatch, for its shapes and dtypes; None: from the model's config. A
             list of these: several input shapes; the first decides plan and division, and is the one simulated.
         loss_fn: ``loss_fn(output, **targets)``; its further arguments become batch inputs.
+        outputs: fields of what the model returns that a call returns besides the loss; True: all that hold tensors.
+            With `loss_fn` a call returns the loss, and what the model returns.
         microbatch_size: b, sequences; default the example's, else 1.
         num_microbatches: m per pipeline and step; default 8 p. A step takes b * m * d sequences.
         schedule: "gpipe", "1f1b" or "interleaved_1f1b" (SC21 §2.2), the default.
@@ -95,7 +99,8 @@ def compile(
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
     given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
     given |= {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
-    own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster}
+    options.check_outputs(outputs)
+    own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster, "outputs": outputs}
     if isinstance(mesh, str) and mesh == "auto":
         plans = plan(model, world_size=world_size, global_batch=global_batch, cluster=cluster, **given)  # type: ignore[arg-type]
         programs = (_compile(model, **{**given, **own, **one.options}) for one in plans if one.simulated)
@@ -172,6 +177,7 @@ class _Job:
     cluster: Cluster | None
     watch: Watch
     loss_fn: Callable[..., torch.Tensor] | None
+    outputs: Outputs
     scatter_gather: bool
     num_model_chunks: int | None
     seed: int
@@ -181,7 +187,7 @@ class _Job:
         """Capture the model at the shape of `example` and divide it over the tensor ranks, as `first` was."""
         self.watch.say("capture")
         given: Any = {"example_inputs": example, "microbatch_size": microbatch_size, "loss_fn": self.loss_fn}
-        captured = capture(self.model, mesh=self.mesh, **given)
+        captured = capture(self.model, mesh=self.mesh, outputs=self.outputs, **given)
         captured = captured if first is None else input_shapes.guess_batch(captured, first)
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)

@@ -8,7 +8,7 @@ from torch import nn
 
 from autoptd.capture.example_inputs import read_arguments
 from autoptd.loss import describe_inputs
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import boundaries
 from autoptd.runtime.program.manifest import Manifest, Proved, StageInterface
@@ -59,7 +59,8 @@ def _interfaces(program: Program) -> Iterator[StageInterface]:
     rows = zip(program.stages, received, (*received[1:], ()), strict=True)
     for index, (stage, takes, gives) in enumerate(rows):
         inputs = tuple(str(n.target) for n in stage.graph.nodes if info(n).role == "input")
-        yield StageInterface(index, takes, gives, inputs, tuple(stage.parameters))
+        outputs = info(stage.graph.output_node()).outputs
+        yield StageInterface(index, takes, gives, inputs, tuple(stage.parameters), outputs)
 
 
 def write_title(name: str, parameters: Mapping[str, Parameter]) -> str:

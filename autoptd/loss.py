@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import argument, aten_name, shape_of, walk
+from autoptd.passes.ir.nodes import argument, aten_name, called, info, shape_of, walk
 from autoptd.passes.ir.products import find_factors
-from autoptd.passes.ir.program import Program
+from autoptd.passes.ir.program import Program, split_results
 from autoptd.passes.normal_form.constant_masks import MaskJudge
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait, strip
+from autoptd.passes.operators.table import Trait, has_trait, strip
 from autoptd.passes.tensor_parallel.symbols import symbol
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Input
@@ -80,7 +78,7 @@ def find_lookups(program: Program) -> Iterator[Lookup]:
     for node in (node for stage in program.stages for node in stage.graph.nodes):
         args: Any = node.args
         ignored = argument(node, 4, "ignore_index", -100) if read_loss(node) else None
-        if node.target in (kernels.embedding, kernels.cross_entropy):
+        if node.target in (kernels.embedding, kernels.cross_entropy, kernels.nll_loss):
             source, numbers, rows = args[1:4]
         elif node.target in (aten.embedding.default, kernels.lookup, aten.cross_entropy_loss.default):
             source, numbers = args[:2]
@@ -142,20 +140,19 @@ def _find_places(program: Program, *, means: bool = False) -> Places:
 
 
 def find_loss(program: Program) -> fx.Node:
-    """Return the value that the model returns."""
-    loss = next(n for n in program.stages[-1].graph.nodes if n.op == "output").args[0]
-    assert isinstance(loss, fx.Node)
+    """Return the loss that the model returns."""
+    ((loss,), _) = split_results(program.stages[-1].graph)
     return loss
 
 
 def read_loss(node: fx.Node) -> Loss | None:
     """Read a cross-entropy; return None for any other node."""
-    ours = node.target is kernels.cross_entropy
+    ours = node.target in (kernels.cross_entropy, kernels.nll_loss)
     if not ours and node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
         return None
     target, ignored = node.args[2 if ours else 1], argument(node, 4, "ignore_index", -100)
     mean = argument(node, 5 if ours else 3, "reduction", "mean" if ours else 1) in ("mean", 1)
-    weighted = not ours and argument(node, 2, "weight") is not None
+    weighted = (node.kwargs.get("weight") if ours else argument(node, 2, "weight")) is not None
     return Loss(target, ignored, mean, weighted) if isinstance(target, fx.Node) else None
 
 
@@ -218,6 +215,40 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
             "replicas: it and the gradients are smaller than the sum over the whole batch by their number. Return a "
             "mean, or scale the loss that the call returns"
         )
+    if (contrast := find_contrast(divided)) is not None:
+        yield (
+            f"{called(contrast)} compares the sequences of a microbatch with each other, as contrasts do, and with "
+            "none of another microbatch: a step's loss is the mean of the microbatches' losses, which is another one "
+            "than that of the whole batch. For that one compile with all sequences in one microbatch on one replica "
+            "(num_microbatches=1)"
+        )
+
+
+def find_contrast(program: Program) -> fx.Node | None:
+    """Return the first softmax over a product of the batch with itself, which says how alike its sequences are.
+
+    The dimensions of such a product are of the batch, or as large, where sequences were pooled by advanced indices.
+    """
+    (stage,), symbols = program.stages, program.symbols
+    trained, batch = find_trained(stage), symbols.values.get(symbol("b"), 1)
+
+    def compares(node: fx.Node) -> bool:
+        factors = find_factors(node)
+        if len(factors) != 2 or len(sizes := shape_of(node)) != 2:
+            return False
+        of_batch = (symbol("b") in getattr(size, "free_symbols", ()) for size in symbols.shape(node))
+        whole = all(named or size == batch for named, size in zip(of_batch, sizes, strict=True))
+        # A head's weights are as they are in each microbatch.
+        return whole and all(x in trained and any(find_sources(x)) for x in factors)
+
+    node: fx.Node
+    for node in stage.graph.nodes:
+        softmax = has_trait(node, Trait.SOFTMAX | Trait.LOG_SOFTMAX) or aten_name(node.target) == "logsumexp"
+        if softmax or read_loss(node):
+            scores = walk(node.all_input_nodes[:1], lambda n: () if find_factors(n) else n.all_input_nodes)
+            if any(map(compares, scores)):
+                return node
+    return None
 
 
 def is_sum(program: Program) -> bool:
@@ -235,11 +266,15 @@ def is_sum(program: Program) -> bool:
 
     def parts(node: fx.Node) -> list[fx.Node]:
         """Return the arguments that `node` grows with."""
-        multiplies = find_factors(node) or has_trait(node, Trait.FUSED_ATTENTION)
-        if read_loss(node) or multiplies or has_trait(node, Trait.SOFTMAX | Trait.LOG_SOFTMAX):
+        inputs = node.all_input_nodes
+        totals = [
+            y.target for x in inputs for y in (x, *x.all_input_nodes)
+        ]  # a divided softmax subtracts one
+        stops = read_loss(node) or find_factors(node) or kernels.logsumexp in totals
+        if stops or has_trait(node, Trait.FUSED_ATTENTION | Trait.SOFTMAX | Trait.LOG_SOFTMAX):
             return []
         # An argument without a batch dimension is the same for every sample.
-        return [x for x in node.all_input_nodes if x in trained and has_batch(x) >= has_batch(node)]
+        return [x for x in inputs if x in trained and has_batch(x) >= has_batch(node)]
 
     def grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
         """Return whether `node` has every sample of its `sources`, or their sum."""

@@ -88,6 +88,13 @@ def check_graphs(graphs: object) -> None:
         raise ValueError(f"graphs is {graphs!r}; expected 'auto' (stages are CUDA graphs on CUDA) or False")
 
 
+def check_outputs(outputs: object) -> None:
+    """Raise TypeError unless `outputs` is True or a list or tuple of names."""
+    named = isinstance(outputs, (list, tuple)) and all(isinstance(name, str) for name in outputs)
+    if outputs is not True and not named:
+        raise TypeError(f'outputs is {outputs!r}; expected names of fields, such as ("logits",), or True')
+
+
 def check_flags(**flags: object) -> None:
     """Raise ValueError unless each is True or False."""
     for name, value in flags.items():

@@ -17,12 +17,10 @@ from torch import fx
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.names import find_containers, short_path
-from autoptd.passes.ir.node_info import change_info, info
-from autoptd.passes.ir.nodes import walk
+from autoptd.passes.ir.nodes import change_info, info, walk
 from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program, copy_nodes, values_taken
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.passes.structure.layers import Layer, find_stacks
 from autoptd.runtime import collectives
 

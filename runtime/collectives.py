@@ -10,6 +10,7 @@ from torch import Tensor
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.activation import Approximation, activate_linear
 from autoptd.runtime.kernels.linear import Linear, SplitLinear, multiply
+from autoptd.runtime.kernels.partial_sums import sum_over_ranks
 
 
 def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
@@ -22,12 +23,7 @@ def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
 
 def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
     """Sum the partial `x` of a divided region over the tensor ranks (g). Backward is the identity."""
-    if rank.group("tensor").size == 1:
-        return x
-    # Summed out here: torch.compile of torch 2.11 makes each value inside a Function's forward an output of it, one
-    # tensor several times after an all-reduce in place, and gives its backward zeros.
-    reduced: Tensor = _Reduced.apply(x, rank.all_reduce(_own(x.detach())))  # type: ignore[no-untyped-call]
-    return reduced
+    return sum_over_ranks(rank, x)
 
 
 def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
@@ -106,19 +102,5 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.rank.all_reduce(_own(gradient)), None
-
-
-class _Reduced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, total: Tensor) -> Tensor:
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _own(x: Tensor) -> Tensor:
-    """Return a contiguous copy: an all-reduce may work in place, and others may still hold `x`."""
-    return x.clone(memory_format=torch.contiguous_format)
+        # A copy: an all-reduce may work in place, and others may still hold the gradient.
+        return ctx.rank.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None

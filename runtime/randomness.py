@@ -47,7 +47,7 @@ class Randomness:
 
     `sample` is the global index of the current microbatch's first row: data_rank * b * m + microbatch * b.
     `call` counts the training steps and goes into checkpoints. `moment` holds seed, call and sample on the device while
-    a microbatch is in flight; None: masks are of the numbers here.
+    a microbatch is in flight, and behind them the bits of its loss's weight; None: masks are of the numbers here.
     """
 
     seed: int = 0
@@ -59,8 +59,13 @@ class Randomness:
     def locate(self, device: torch.device) -> Tensor:
         """Return the moment of a mask on `device`: int64 [seed, call, first sample]."""
         if self.moment is not None:
-            return self.moment
+            return self.moment[:3]
         return torch.tensor([as_signed(self.seed), self.call, self.sample], device=device)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight of the microbatch's loss in that of the step: float64 []; None where none is in flight."""
+        return None if self.moment is None else self.moment[3].view(torch.float64)
 
 
 def as_signed(seed: int) -> int:
@@ -155,7 +160,7 @@ def count_dropped(p: float) -> int:
 
 
 class Draws(NamedTuple):
-    """The common part of all draws of a mask: the key of their counters, two words of these, and how many drop."""
+    """What all draws of a mask have in common: the key of their counters, two words of these, and how many drop."""
 
     key: tuple[Any, Any]
     call: Any

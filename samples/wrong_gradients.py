@@ -77,7 +77,7 @@ def scaled_seeds(factor: float) -> AbstractContextManager[Any]:
     start = StageRun.start
 
     def scaled(self: StageRun, weights: Any, inputs: Any, seeds: Any, *sums: Any) -> None:
-        start(self, weights, inputs, seeds and tuple(seed * factor for seed in seeds), *sums)
+        start(self, weights, inputs, None if seeds is None else seeds * factor, *sums)
 
     return patch.object(StageRun, "start", scaled)
 

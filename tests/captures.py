@@ -26,7 +26,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only  # private, with no public twin
 
 from autoptd.capture.export import capture
-from autoptd.passes.ir.node_info import NodeInfo
+from autoptd.passes.ir.nodes import NodeInfo
 from autoptd.passes.ir.program import Program
 from autoptd.runtime.program.mesh import Mesh
 

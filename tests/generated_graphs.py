@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import NodeInfo, Role, describe
+from autoptd.passes.ir.nodes import NodeInfo, Propagation, Role, describe
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Output

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from autoptd.capture.export import capture
 from autoptd.options import Options
 from autoptd.pass_list import run_passes, select_passes
-from autoptd.passes.ir.node_info import change_info
+from autoptd.passes.ir.nodes import change_info
 from autoptd.progress import Watch
 from autoptd.runtime.program.mesh import Mesh
 from samples.gpt import GPT, GPTConfig

@@ -171,7 +171,7 @@ def forget_dividing_by_microbatches() -> None:
     start = StageRun.start
 
     def changed(self: StageRun, weights: Any, inputs: Any, seeds: Any, *memory: Any) -> None:
-        start(self, weights, inputs, seeds and tuple(seed / seed for seed in seeds), *memory)
+        start(self, weights, inputs, None if seeds is None else seeds / seeds, *memory)
 
     forked.setattr(StageRun, "start", changed)
 
@@ -199,7 +199,7 @@ def differentiate_another_microbatch() -> None:
 
     def swapped(self: StageRun, microbatch: int) -> None:
         # Not in the last stage as well: twice swapped is another order, and right.
-        if microbatch == 0 and self.gradient_arrival is not None:
+        if microbatch == 0 and Kind.RECEIVE_GRADIENT in self.takes:
             one, two, *_ = self._slots
             one._kept, two._kept = two._kept, one._kept
         backward(self, microbatch)

@@ -44,7 +44,7 @@ IMPORTS = {
         "engine": "comm kernels optimizer program randomness user_warnings weights",
         "guards": "comm engine health optimizer program weights",
         "health": "program",
-        "kernels": "comm randomness",
+        "kernels": "comm program randomness",
         "launch": "comm health program",
         "module": "checkpoint comm engine guards kernels optimizer program user_warnings weights",
         "optimizer": "comm kernels program",

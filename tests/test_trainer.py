@@ -16,6 +16,7 @@ import autoptd
 from autoptd.runtime.comm.connection import connect
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.engine.label_weights import read_items, weigh_items
+from autoptd.runtime.module.parallel import Parallel
 from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2, make_llama
 from tests.ranks import run_ranks
@@ -47,10 +48,16 @@ def make_model(name: str) -> nn.Module:
     return make_llama(SIZES) if name == "llama" else make_gpt2(SIZES)
 
 
+def score(found: Any) -> dict[str, float]:
+    """What a user computes of the predicted tokens."""
+    hits = (found.predictions[:, :-1] == found.label_ids[:, 1:]) & (found.label_ids[:, 1:] != -100)
+    return {"hits": hits.sum(), "predicted": found.predictions.sum(), "rows": len(found.predictions)}
+
+
 def train(
     model: nn.Module, rows: Any, batch: int, loader: Any = None, **options: Any
-) -> tuple[Logged, float, Any]:
-    """(loss, gradient norm) of each step, the loss of an evaluation after them, and the trainer."""
+) -> tuple[Logged, list[float], Any]:
+    """(loss, gradient norm) of each step, the loss and scores of an evaluation after them, and the trainer."""
     arguments = transformers.TrainingArguments(
         "out",
         per_device_train_batch_size=batch,
@@ -68,12 +75,17 @@ def train(
         train_sampling_strategy="sequential",
         **options,
     )
-    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+    given: Any = {"train_dataset": rows, "eval_dataset": rows, "compute_metrics": score}
+    given["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1)
+    trainer = Trainer(model, arguments, **given)
+    if isinstance(model, Parallel):
+        trainer.gather_function = trainer.accelerator.gather_for_metrics = model.gather_replicas
     if loader is not None:
         trainer.get_train_dataloader = lambda: loader
         trainer.get_eval_dataloader = lambda *_: loader
     trainer.train()
-    evaluated = trainer.evaluate()["eval_loss"]
+    found = trainer.evaluate()
+    evaluated = [found[f"eval_{name}"] for name in ("loss", "hits", "predicted", "rows")]
     steps = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]
     return steps, evaluated, trainer
 
@@ -89,13 +101,13 @@ CASES = [
 def test_trainer(
     mesh: tuple[int, int, int], name: str, average: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accumulated over calls with other counts of labels, clipped, scheduled, evaluated; a shard's file warned of."""
+    """Accumulated over calls with other counts of labels, clipped, scheduled, scored; a shard's file warned of."""
     monkeypatch.chdir(tmp_path)
     rows = make_rows(STEPS * ACCUMULATED * ROWS * mesh[2])
     model = make_model(name)
-    program = autoptd.compile(model, mesh=mesh, num_microbatches=ROWS)
+    program = autoptd.compile(model, mesh=mesh, num_microbatches=ROWS, outputs=("logits",))
 
-    def work(rank: int) -> tuple[Logged, float]:
+    def work(rank: int) -> tuple[Logged, list[float]]:
         parallel = program.bind()
         sampler: Any = DistributedSampler(rows, mesh[2], parallel.coordinates.data, shuffle=False)  # type: ignore[arg-type]
         loader: Any = DataLoader(rows, ROWS, sampler=sampler)  # type: ignore[arg-type]
@@ -108,7 +120,7 @@ def test_trainer(
                 trainer.save_model("saved")
         return steps, evaluated
 
-    def alone(rank: int) -> tuple[Logged, float]:
+    def alone(rank: int) -> tuple[Logged, list[float]]:
         return train(copy.deepcopy(model), rows, ROWS * mesh[2])[:2]
 
     ((expected, evaluated),) = run_ranks(alone, 1, timeout=150)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autoptd
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
 

@@ -68,11 +68,14 @@ def halve(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 def compare(
-    mesh: Mesh, parallel_loop: Callable[[Parallel, Any], Any], plain_loop: Callable[..., Any]
+    mesh: Mesh,
+    parallel_loop: Callable[[Parallel, Any], Any],
+    plain_loop: Callable[..., Any],
+    **options: Any,
 ) -> None:
     """``parallel_loop(parallel, loader)`` on every rank sees what ``plain_loop(model, loader)`` sees, and trains so."""
     model = make_model()
-    program = compile_model(model, mesh)
+    program = compile_model(model, mesh, **options)
 
     def work(rank: int) -> tuple[list[Seen], dict[str, Tensor]]:
         parallel = program.bind()
@@ -186,6 +189,13 @@ def train_with_lightning(model: nn.Module, loader: Any) -> list[Seen]:
             seen.append(Seen(loss.item(), None))
             return loss
 
+        def validation_step(self, batch: tuple[Tensor, ...], index: int) -> None:
+            logits, loss = self.model(*batch)
+            accuracy = (logits.argmax(-1) == batch[1]).double().mean()
+            if isinstance(self.model, Parallel):
+                accuracy = self.model.gather_replicas(accuracy).mean()
+            seen.append(Seen(loss.item(), accuracy.item()))
+
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
             return {
@@ -205,7 +215,7 @@ def train_with_lightning(model: nn.Module, loader: Any) -> list[Seen]:
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(Training(), loader)
+    trainer.fit(Training(), loader, loader)
     if isinstance(model, Parallel):
         with pytest.warns(UserWarning, match=r"this rank's slices .*full_state_dict"):
             trainer.save_checkpoint("checkpoint.pt")
@@ -216,7 +226,7 @@ def train_with_lightning(model: nn.Module, loader: Any) -> list[Seen]:
 def test_lightning(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lightning")
     monkeypatch.chdir(tmp_path)
-    compare(mesh, train_with_lightning, train_with_lightning)
+    compare(mesh, train_with_lightning, train_with_lightning, outputs=("0",))
 
 
 def train_explicitly(parallel: Parallel, loader: Any) -> list[Seen]:

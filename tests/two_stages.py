@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import NodeInfo, Role, change_info, describe
+from autoptd.passes.ir.nodes import NodeInfo, Propagation, Role, change_info, describe
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface

@@ -119,13 +119,10 @@ class Transformer(nn.Module):
         h, self.a = sizes.h, sizes.a
         self.table = nn.Embedding(sizes.vocabulary, h)
         linears = {"packed": (h, 3 * h), "joined": (h, h), "up": (h, 4 * h), "down": (4 * h, h)}
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {name: nn.Linear(*size) for name, size in linears.items()}
-                | {name: nn.LayerNorm(h) for name in ("first", "second")}
-            )
-            for _ in range(2)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(2):
+            norms = {name: nn.LayerNorm(h) for name in ("first", "second")}
+            self.layers.append(nn.ModuleDict(norms | {n: nn.Linear(*size) for n, size in linears.items()}))
         self.last = nn.LayerNorm(h)
         self.head = nn.Linear(h, sizes.vocabulary, bias=False)
 

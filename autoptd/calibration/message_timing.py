@@ -92,13 +92,8 @@ def run_together(timer: Timer, call: Callable[[], object], count: int) -> tuple[
 
 if __name__ == "__main__":
     rank, world_size, folder, timer = kernel_timing.start(one_core=False)
-    dist.init_process_group(
-        "nccl" if timer.device.type == "cuda" else "gloo",
-        f"file://{folder}/pair",
-        rank=rank,
-        world_size=world_size,
-        timeout=PATIENCE,
-    )
+    backend = "nccl" if timer.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, f"file://{folder}/pair", PATIENCE, world_size, rank)
     kernel_timing.say(time_messages(timer))
     dist.barrier()  # a rank that left now would break the other's last message
     dist.destroy_process_group()

@@ -13,8 +13,7 @@ from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.export import capture
 from autoptd.options import Options
 from autoptd.pass_list import select_passes
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import argument, walk, where
+from autoptd.passes.ir.nodes import argument, info, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import kernels
 from autoptd.runtime.program.tagged_json import decode_value

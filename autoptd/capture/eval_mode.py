@@ -87,12 +87,15 @@ class Calls(TorchFunctionMode):
         result = func(*args, **options)
         if isinstance(result, Tensor) and result.is_floating_point() and func not in LEFT_OUT:
             given = () if func in ATTENTIONS else (*args, *options.values())
-            call = func, tuple(value for value in given if isinstance(value, (bool, int, float, str)))
-            wanted = None if self._expected is None else self._expected[len(self.made) : len(self.made) + 1]
-            self.made.append(call)
-            if wanted is not None and self.found is None and wanted != [call]:
-                self.found = user_line(traceback.extract_stack())
+            self.note([(func, tuple(value for value in given if isinstance(value, (bool, int, float, str))))])
         return result
+
+    def note(self, calls: Sequence[Call]) -> None:
+        """Add `calls`, and compare them with those expected."""
+        wanted = None if self._expected is None else self._expected[len(self.made) :][: len(calls)]
+        self.made += calls
+        if wanted is not None and self.found is None and wanted != calls:
+            self.found = user_line(traceback.extract_stack())
 
 
 def compare_evaluation(model: nn.Module, training: Sequence[Call], run: Callable[[], Tensor]) -> Calls:

@@ -192,4 +192,7 @@ def _check_names(
         raise ValueError(f"loss_fn and forward both take {both[0]}: rename the argument of loss_fn")
     missing = [name for name in (*forward, *targets) if name in required | set(targets) and name not in given]
     if missing:
-        raise ValueError(f"example_inputs lacks {', '.join(missing)}; it has {', '.join(given) or 'nothing'}")
+        lacks = f"example_inputs lacks {', '.join(missing)}; it has {', '.join(given) or 'nothing'}"
+        own = next((name for name in missing if name in targets), None)
+        way = f". loss_fn takes {own}: bind what is no tensor, as in functools.partial(loss_fn, {own}=...)"
+        raise ValueError(lacks + way * (own is not None))

@@ -1,7 +1,6 @@
 """Trace an nn.Module or fx.GraphModule into a Program of one stage, with module paths and source lines."""
 
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,21 +15,29 @@ from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._pytree import tree_leaves  # private, with no public twin
 
-from autoptd.capture import side_effects
 from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
-from autoptd.capture.custom_autograd import Functions
+from autoptd.capture.custom_autograd import FunctionError, Functions, write_functions
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import Examples, read_examples
 from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
-from autoptd.capture.objective import DataDependentError, LossError, Objective
-from autoptd.capture.side_effects import NUMBERS, SideEffectError, keeping_attributes, refuse_hooks
-from autoptd.capture.source_lines import short_line, user_line
-from autoptd.passes.ir.node_info import NodeInfo, describe
-from autoptd.passes.ir.nodes import aten_name, where
+from autoptd.capture.objective import Objective
+from autoptd.capture.results import LossError, Outputs
+from autoptd.capture.side_effects import (
+    NUMBERS,
+    SideEffectError,
+    keeping_attributes,
+    refuse_hooks,
+    refuse_new_hooks,
+)
+from autoptd.capture.source_lines import short_line
+from autoptd.capture.trace_errors import describe_error, explain, find_way
+from autoptd.passes.ir.nodes import NodeInfo, aten_name, describe, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime.module.parallel import Parallel
+from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.user_warnings import warn_caller
@@ -50,11 +57,13 @@ def capture(
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     loss_fn: Callable[..., Tensor] | None = None,
     microbatch_size: int | None = None,
+    outputs: Outputs = (),
 ) -> Program:
     """Trace `model` and its loss into a Program of one stage, for one microbatch; `model` is left unchanged.
 
     The graph is that of torch.export in training mode: aten's training operators, and parameters as ``get_attr`` nodes
-    under their first ``state_dict`` name. `normalize` writes autocast out. Raises TypeError for anything but a plain
+    under their first ``state_dict`` name; its results are the loss and the `outputs`, which the `NodeInfo` of the
+    output node names. `normalize` writes autocast out. Raises TypeError for anything but a plain
     module, and ValueError for what cannot be traced, with the user's file and line.
     """
     check_model(model)
@@ -69,25 +78,32 @@ def capture(
     with mode:
         values = tuple(torch.empty(i.shape, dtype=i.dtype) for i in examples.inputs)
     loss_twin = make_skeleton(loss_fn, mode) if isinstance(loss_fn, nn.Module) else loss_fn
-    objective = Objective(skeleton, examples, loss_twin, buffers)
-    functions = Functions()
+    objective = Objective(skeleton, examples, loss_twin, buffers, outputs)
     autocast = read_autocast(model)
+    functions = Functions(autocast)
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.
     dtypes = torch.autocast("cpu", autocast.dtype) if autocast else nullcontext()
     said_causal = patch.object(transformer, "_detect_is_causal_mask", _is_said_causal)
     with dtypes, said_causal, assuming() as assumed:
-        with keeping_attributes(objective):
-            exported = _export(objective, values, functions)
-        differences = tuple(_compare_modes(objective, mode, values))
+        try:
+            with keeping_attributes(objective):
+                exported = _export(objective, values, functions)
+        except (LossError, FunctionError, SideEffectError):
+            raise
+        except Exception as error:
+            watching = Functions(autocast).watch()
+            raise ValueError(explain(error, objective, mode, values, watching)) from error
+        differences = tuple(_compare_modes(objective, mode, values, Functions(autocast)))
     unchecked = "is an assertion on data, and not in the program: a step checks row numbers and labels"
-    notes = (*functions.check(), *differences, *(f"{line} {unchecked}" for line in assumed))
+    notes = (*functions.describe(), *differences, *(f"{line} {unchecked}" for line in assumed))
     tensors = _name_tensors(model, loss_fn, exported, objective.result.assigned)
     if objective.result.varying:
         warn_caller(
             f"forward leaves {', '.join(objective.result.varying)}, different for each batch: a step sets none of "
-            "them, neither for you nor for the next call. Return beside the loss what you want to see"
+            "them, neither for you nor for the next call. Return beside the loss what you want to see, and name it in "
+            "outputs="
         )
-    graph = _build_graph(exported, tensors, examples)
+    graph = _build_graph(exported, tensors, examples, tuple(objective.result.outputs), model)
     stage = Stage(graph, tensors.parameters, fx.Graph())
     log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
@@ -125,41 +141,27 @@ def check_model(model: object) -> None:
 
 
 def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functions) -> ExportedProgram:
-    try:
-        # Only the graph is wanted: torch.export would write Python code for it after each of its passes.
-        with functions.watch(), _use_lazy_graph_module(True), warnings.catch_warnings():
-            # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
-            warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
-            return torch.export.export(objective, values, strict=False)
-    except (LossError, SideEffectError):
-        raise
-    except DataDependentError as error:
-        place, found = _describe(error.__cause__ or error, objective.captured)
-        grouped = hasattr(objective.captured, "set_experts_implementation")
-        way = "; for a loop over experts, model.set_experts_implementation('batched_mm')" * grouped
-        raise ValueError(
-            f"{place}: control flow depends on a tensor's values, which one traced program cannot follow "
-            f"({found}). Ways out: take the condition from shapes or the config; use torch.where or a mask "
-            f"instead of the branch; pass a module without that branch{way}"
-        ) from error
-    except Exception as error:
-        place, found = _describe(error, objective.captured)
-        raise ValueError(
-            f"{place}: the model cannot be traced ({found}). Write that call with torch operators, or move it out of "
-            "forward"
-        ) from error
+    # Only the graph is wanted: torch.export would write Python code for it after each of its passes.
+    with functions.watch(), _use_lazy_graph_module(True), warnings.catch_warnings():
+        # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
+        warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
+        exported = torch.export.export(objective, values, strict=False)
+        write_functions(exported.graph_module)
+        return exported
 
 
-def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...]) -> Iterator[str]:
+def _compare_modes(
+    objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...], functions: Functions
+) -> Iterator[str]:
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
     made = objective.result.calls.made
     try:
-        with run_without_data(mode), Functions().watch(), side_effects.refuse_new_hooks(), objective.known:
+        with run_without_data(mode), functions.watch(), refuse_new_hooks(), objective.known:
             calls = compare_evaluation(objective, made, lambda: objective.find_loss(*values))
     except SideEffectError:
         raise
     except Exception as error:  # the trace supports operators that do not run otherwise without data
-        yield f"evaluation was not compared with training: {_describe(error, objective.captured)[1]}"
+        yield f"evaluation was not compared with training: {describe_error(error, objective.captured)[1]}"
         return
     if calls.found:
         line = f"in evaluation the model computes something else, from {calls.found}"
@@ -175,12 +177,6 @@ def _compare_modes(objective: Objective, mode: FakeTensorMode, values: tuple[Ten
             "dropout_p=p if self.training else 0.0), or evaluate with the model itself, which loads full_state_dict()"
         )
         yield line
-
-
-def _describe(error: BaseException, model: nn.Module) -> tuple[str, str]:
-    """Return the error's place in the user's code, and its first line."""
-    place = user_line(traceback.extract_tb(error.__traceback__)) or type(model).__name__
-    return place, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 class _Tensors(NamedTuple):
@@ -266,7 +262,13 @@ def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Ten
         yield from loss_fn.named_buffers("loss_fn", remove_duplicate=False)
 
 
-def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Examples) -> fx.Graph:
+def _build_graph(
+    exported: ExportedProgram,
+    tensors: _Tensors,
+    examples: Examples,
+    paths: Sequence[tuple[str, ...]],
+    model: nn.Module,
+) -> fx.Graph:
     """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
     inputs = [s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
     names = dict(zip(inputs, (i.name for i in examples.inputs), strict=True))
@@ -290,13 +292,16 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, examples: Example
 
     for node in exported.graph.nodes:
         if node.op == "output":
-            result = value_of(node.args[0][0])
-            describe(graph.output(result), result.meta["val"], NodeInfo())
+            loss, *others = map(value_of, node.args[0])
+            values_asked = [(path, other.meta["val"]) for path, other in zip(paths, others, strict=True)]
+            outputs = tuple(Result(path, tuple(val.shape), val.dtype) for path, val in values_asked)
+            result = graph.output((loss, *others) if others else loss)
+            describe(result, loss.meta["val"], NodeInfo(outputs=outputs))
         elif node.op != "placeholder":
             values[node] = graph.node_copy(node, value_of)
             region = _region(exported.graph_module, node) if node.op == "get_attr" else None
             _describe_node(values[node], node, region=region)
-            _check_value(values[node])
+            _check_value(values[node], model)
     return graph
 
 
@@ -308,12 +313,14 @@ def _drop_checks(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _check_value(node: fx.Node) -> None:
-    """Raise ValueError for a number that depends on data, such as the length of a list made from a tensor."""
-    if isinstance(node.meta["val"], NUMBERS):
+def _check_value(node: fx.Node, model: nn.Module) -> None:
+    """Raise ValueError for a number or size that depends on data, such as the length of a list made from a tensor."""
+    results = tree_leaves(node.meta["val"])
+    if any(isinstance(x, NUMBERS) for value in results for x in (value, *getattr(value, "shape", ()))):
         raise ValueError(
-            f"{where(node)}: {node.target} makes a number from a tensor's values, and a graph whose sizes change with "
-            "the batch cannot be compiled; keep the number in a tensor, or take it from shapes or the config"
+            f"{where(node)}: {node.target} makes a number or size from a tensor's values, and a graph whose sizes "
+            "change with the batch cannot be compiled; keep the number in a tensor, or take it from shapes or the "
+            f"config{find_way(model)}"
         )
 
 

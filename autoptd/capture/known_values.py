@@ -102,7 +102,7 @@ def _evaluate(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Return the value of a call on the `values` of its arguments, by shape alone where these are missing; or None."""
     target: Any = node.target
     val = node.meta.get("val")
-    known = target is operator.getitem or isinstance(target, OpOverload)
+    known = target is operator.getitem or (isinstance(target, OpOverload) and target.namespace == "aten")
     if not known or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return None
     large = isinstance(val, Tensor) and val.numel() > MOST

@@ -1,9 +1,9 @@
 """The module that capture exports: the model with its loss, a function of positional tensors."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.fx.traceback
@@ -13,6 +13,15 @@ from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
 from autoptd.capture.known_values import KnownValues
+from autoptd.capture.results import (
+    LossError,
+    Outputs,
+    describe,
+    describe_output,
+    find_loss,
+    find_outputs,
+    is_loss,
+)
 from autoptd.capture.side_effects import judge_left, refuse_side_effects
 from autoptd.runtime.program.manifest import Output
 
@@ -22,6 +31,7 @@ class Result:
 
     def __init__(self) -> None:
         self.output = Output("tensor")
+        self.outputs: dict[tuple[str, ...], Tensor] = {}  # the tensors asked for, by their paths
         self.assigned: dict[str, Tensor] = {}  # the tensors that a traced forward replaced, by place
         self.varying: list[str] = []  # the places where it leaves what differs from batch to batch
         self.calls = Calls()  # that the forward made
@@ -30,7 +40,8 @@ class Result:
 class Objective(nn.Module):
     """A module that calls `model` with the inputs of `examples` and returns the scalar loss; `result` is the rest.
 
-    `buffers` are those that a trace may read, as `KnownValues` takes them.
+    `buffers` are those that a trace may read, as `KnownValues` takes them. With `wanted` outputs it returns a tuple,
+    the loss and these.
     """
 
     def __init__(
@@ -39,19 +50,23 @@ class Objective(nn.Module):
         examples: Examples,
         loss_fn: Callable[..., Tensor] | None,
         buffers: Mapping[str, Tensor] | None = None,
+        wanted: Outputs = (),
     ) -> None:
         super().__init__()
         self.captured = model
-        self.names = [i.name for i in examples.inputs]
+        self.inputs = examples.inputs
         self.constants = dict(examples.constants)
-        self.loss_fn = loss_fn
+        self.loss_fn, self.wanted = loss_fn, wanted
         self.targets = frozenset(examples.targets)
         self.result = Result()
         self.known = KnownValues(self, buffers or {})
 
-    def forward(self, *values: Tensor) -> Tensor:
+    def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         try:
-            return self._trace(*values) if torch.compiler.is_exporting() else self.find_loss(*values)
+            if not torch.compiler.is_exporting():
+                return self.find_loss(*values)
+            loss = self._trace(*values)
+            return (loss, *self.result.outputs.values()) if self.result.outputs else loss
         except RuntimeError as error:
             if "data-dependent" in str(error).lower():
                 raise DataDependentError from error
@@ -65,7 +80,7 @@ class Objective(nn.Module):
             with effects, NoGradRegions(), self.known, self.result.calls:
                 loss = self.find_loss(*values)
         except LossError as error:
-            kept = [place for place, value in left.items() if _is_loss(value) and value.requires_grad]
+            kept = [place for place, value in left.items() if is_loss(value) and value.requires_grad]
             if not kept:
                 raise
             raise LossError(f"{error}. Forward leaves a scalar in {kept[0]}: return that") from error
@@ -74,19 +89,22 @@ class Objective(nn.Module):
                 "the loss has no gradient, and the plain model's loss.backward() raises: forward runs under "
                 "torch.no_grad or inference_mode, or detaches what it computes; take that out of forward"
             )
-        self.result.varying = judge_left(loss, left, self.known.varies)
+        self.result.varying = judge_left((loss, *self.result.outputs.values()), left, self.known.varies)
         return loss
 
     def find_loss(self, *values: Tensor) -> Tensor:
         """Return the loss as `forward` does, without what only a trace asks for."""
-        given = {**self.constants, **dict(zip(self.names, values, strict=True))}
+        given = {**self.constants, **dict(zip((i.name for i in self.inputs), values, strict=True))}
         result = _call(self.captured, {k: v for k, v in given.items() if k not in self.targets})
-        if self.loss_fn is not None:
+        if self.loss_fn is None:
+            loss, output = find_loss(result)
+        else:
             loss = self.loss_fn(result, **{k: v for k, v in given.items() if k in self.targets})
-            if not _is_loss(loss):
+            if not is_loss(loss):
                 raise LossError(f"loss_fn returned {describe(loss)}; expected a scalar floating-point tensor")
-            return loss
-        loss, self.result.output = find_loss(result)
+            output = replace(describe_output(result), separate_loss=True) if self.wanted else Output("tensor")
+        self.result.output = output
+        self.result.outputs = find_outputs(result, output, self.wanted) if self.wanted else {}
         return loss
 
 
@@ -102,54 +120,3 @@ def _call(model: nn.Module, given: Mapping[str, Any]) -> object:
 
 class DataDependentError(Exception):
     """Control flow that depends on a tensor's values; the cause has the place, and prints the whole graph so far."""
-
-
-class LossError(ValueError):
-    """A model or loss_fn that returned no scalar loss."""
-
-
-def find_loss(result: object) -> tuple[Tensor, Output]:
-    """Return the scalar loss in a model's output, and the structure of the output. Raises LossError."""
-    if _is_loss(result):
-        return result, Output("tensor")
-    if isinstance(result, Mapping) or dataclasses.is_dataclass(result):
-        items = dict(result) if isinstance(result, Mapping) else vars(result)
-        if _is_loss(items.get("loss")):
-            kind = "dataclass" if dataclasses.is_dataclass(result) else "dict"
-            return items["loss"], Output(kind, "loss", _type_name(result), tuple(items))
-    elif isinstance(result, (tuple, list)):
-        names = tuple(map(str, range(len(result))))
-        for name, item in zip(names, result, strict=True):
-            if _is_loss(item):
-                return item, Output("tuple", name, _type_name(result), names)
-    raise LossError(
-        f"the model returned {describe(result)}, which has no scalar loss; return the loss (alone, in a tuple, or "
-        "under 'loss'), or pass loss_fn="
-    )
-
-
-def describe(result: object) -> str:
-    """Describe a value in a few words: type, shapes, keys."""
-    if isinstance(result, Tensor):
-        return f"a tensor {list(result.shape)} of {str(result.dtype).removeprefix('torch.')}"
-    name = type(result).__name__
-    if isinstance(result, Mapping):
-        return f"{name} with {', '.join(f'{k}: {describe(v)}' for k, v in result.items())}"
-    if isinstance(result, (tuple, list)):
-        return f"{name} of {', '.join(describe(v) for v in result)}"
-    return f"{name} {result!r}" if isinstance(result, (str, int, float, bool, type(None))) else name
-
-
-def _type_name(value: object) -> str:
-    """Return the name by which every rank finds the class; raise ValueError for one defined in a function."""
-    name = type(value).__qualname__
-    if "<locals>" in name:
-        raise ValueError(
-            f"the model returns a {name}, a class defined within a function: define it at the top level of a module, "
-            "where every rank can import it, or return a dict"
-        )
-    return f"{type(value).__module__}:{name}"
-
-
-def _is_loss(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.dim() == 0 and torch.is_floating_point(value)

@@ -1,7 +1,5 @@
 """The variables outside of modules that a forward can read or assign: global ones, those of classes and closures."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -7,7 +7,7 @@ import random
 import sys
 import traceback
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
@@ -32,9 +32,10 @@ class SideEffectError(ValueError):
 
 @contextmanager
 def keeping_attributes(objective: nn.Module) -> Iterator[None]:
-    """Restore after the block what modules and scopes held: attributes, buffers, modes, and their containers."""
+    """Restore after the block what modules and scopes held: attributes, buffers, hooks, modes, and their containers."""
     parts = list(objective.modules())
-    holders: list[Any] = [vars(objective), *(part._buffers for part in parts)]
+    own = (x for part in parts for x in (part._buffers, part._forward_hooks, part._forward_pre_hooks))
+    holders: list[Any] = [vars(objective), *own]
     holders += [vars(held) if _is_object(held) else held for _, held in _holders(objective)]
     kept = [(h, h.read() if isinstance(h, Scope) else copy.copy(h)) for h in holders]
     try:
@@ -97,7 +98,8 @@ def refuse_side_effects(
         if now.get(place) is not buffer:
             raise SideEffectError(
                 f"forward assigns the buffer {place!r}, which is not supported in a step: keep it constant, or update "
-                "it outside forward; if only the first call fills it, make that call before compile"
+                "it outside forward; if only the first call fills it, make that call before compile; if it is a cache "
+                "of earlier tokens, call forward without it"
             )
     for name, state in _random_states(held).items():
         if state != drawn.get(name, state):
@@ -126,13 +128,15 @@ def _assign_view(module: nn.Module, name: str, value: Any, assign: Any = nn.Modu
     assign(module, name, value)
 
 
-def judge_left(loss: Tensor, left: Mapping[str, Any], varies: Callable[[Any], bool]) -> list[str]:
-    """Raise SideEffectError for a tensor with a gradient that forward has `left` beside the loss.
+def judge_left(
+    results: Iterable[Tensor], left: Mapping[str, Any], varies: Callable[[Any], bool]
+) -> list[str]:
+    """Raise SideEffectError for a tensor with a gradient that forward has `left` beside the `results` of the step.
 
     Returns the places of what else is left and `varies` from step to step: numbers, detached tensors, and lists of what
     the loss is computed from.
     """
-    inside, pending = set(), [loss.grad_fn]
+    inside, pending = set(), [result.grad_fn for result in results]
     while pending:
         if (function := pending.pop()) is not None and function not in inside:
             inside.add(function)
@@ -144,7 +148,7 @@ def judge_left(loss: Tensor, left: Mapping[str, Any], varies: Callable[[Any], bo
             raise SideEffectError(
                 f"forward leaves {place}, a tensor with a gradient that the loss does not read there, and a step sets "
                 "nothing: what reads it after the call would miss it in silence. Add it to the loss in forward, return "
-                "it beside the loss, or keep its .detach()"
+                "it beside the loss and name it in outputs=, or keep its .detach()"
             )
         # A number that is added to the loss needs nobody to read it.
         if isinstance(value, NUMBERS) or ((function is None or value.dim()) and varies(value)):

@@ -193,13 +193,21 @@ def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) 
     at = f"stage {interface.index}"
     output: Any = stage.graph.output_node().args[0]
     results = list(output) if isinstance(output, (tuple, list)) else [output]
+    if interface.outputs:
+        results, others = results[: -len(interface.outputs)], results[-len(interface.outputs) :]
+        for node, result in zip(others, interface.outputs, strict=False):
+            found = _describe(node.meta["val"])
+            expected = _write(result.dtype, result.placement.local_shape(result.shape, manifest.mesh.axes))
+            if found != expected:
+                raise ProgramError(f"{at}: {place(node)} is {found}; the output {result.name} is {expected}")
     if interface.index == len(manifest.stages) - 1:
         if interface.sends:
             raise ProgramError(f"{at} is the last and sends {_names(interface.sends)} to nowhere")
         value = results[0].meta["val"] if len(results) == 1 else None
         if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
             shown = ", ".join(f"{place(n)} {_describe(n.meta['val'])}" for n in results)
-            raise ProgramError(f"{at} is the last and returns {shown}; expected a scalar floating-point loss")
+            expected = " and ".join(["a scalar floating-point loss", *(r.name for r in interface.outputs)])
+            raise ProgramError(f"{at} is the last and returns {shown}; expected {expected}")
         return
     if len(results) != len(interface.sends):
         raise ProgramError(

@@ -17,16 +17,16 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import argument, operator_name
-from autoptd.passes.ir.program import Stage
+from autoptd.passes.ir.nodes import argument, info, operator_name
+from autoptd.passes.ir.program import Stage, split_results
 from autoptd.passes.operators import proof
-from autoptd.passes.operators.record import OperatorRules, Records, Trait
-from autoptd.passes.operators.table import OPERATORS, has_trait, rules_of
+from autoptd.passes.operators.record import OperatorRules, Records
+from autoptd.passes.operators.table import OPERATORS, Trait, has_trait, rules_of
 from autoptd.passes.operators.text_rule import read_rules
 from autoptd.passes.operators.views import reshape_placed
 from autoptd.runtime import aten, collectives
-from autoptd.runtime.program.manifest import Boundary, Manifest
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
+from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.placement import Partial, Replicate, Shard
 
 Gradient = Literal["whole", "partial"]
@@ -46,8 +46,8 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
     arriving: list[proof.Found] = []
     for index, stage in enumerate(stages):
         walk = StageWalk(index, stage, rules, find_trained(stage))
-        walk.forward(arriving, manifest.stages[index].sends, tensor)
-        arriving = [walk.placements[n] for n in walk.outputs]
+        walk.forward(arriving, manifest.stages[index], tensor)
+        arriving = [walk.placements[n] for n in walk.results]
         walks.append(walk)
     leaving: list[Gradient | None] = ["whole"]
     for walk in reversed(walks):
@@ -91,13 +91,13 @@ class StageWalk:
     rules: Records
     trained: set[fx.Node]
     placements: dict[fx.Node, proof.Found] = field(default_factory=dict)
-    outputs: tuple[fx.Node, ...] = ()
+    results: Sequence[fx.Node] = ()  # for the next stage, or the loss
     gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
     uncovered: list[str] = field(default_factory=list)
     # Where a value's partial gradient comes from: a divided operator, and the whole argument it reads.
     terms: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
-    def forward(self, arriving: Sequence[proof.Found], sends: Sequence[Boundary], tensor: int) -> None:
+    def forward(self, arriving: Sequence[proof.Found], interface: StageInterface, tensor: int) -> None:
         received = iter(arriving)
         for node in self.stage.graph.nodes:
             if node.op == "call_function":
@@ -110,10 +110,13 @@ class StageWalk:
                 self.placements[node] = proof.place_parameter(self.stage.parameters[str(node.target)], tensor)
             elif node.op == "placeholder":
                 self.placements[node] = next(received) if info(node).role == "boundary" else proof.WHOLE
-            else:
-                results: Any = node.args[0]
-                self.outputs = tuple(results) if isinstance(results, (tuple, list)) else (results,)
-        self._check_outputs(sends)
+        self.results, outputs = split_results(self.stage.graph)
+        self._check_results(interface.sends)
+        for value, result in zip(outputs, interface.outputs, strict=True):
+            found, expected = self.placements[value], result.placement["tensor"]
+            alike = type(found) is type(expected) and found.dim in (None, expected.dim)
+            use = f"is the output {result.name}"
+            self._require(value, alike or found == proof.UNKNOWN, use, f"{expected.word}, as in the manifest")
 
     def _note_uncovered(self, node: fx.Node) -> None:
         """Say where a divided value's dimension gets lost: behind it the proof knows less, or nothing."""
@@ -127,13 +130,13 @@ class StageWalk:
         name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
         self.uncovered.append(f"stage {self.index}: {name}, {place(node)}, {what}; verify() runs it")
 
-    def _check_outputs(self, sends: Sequence[Boundary]) -> None:
+    def _check_results(self, sends: Sequence[Boundary]) -> None:
         if not sends:
-            (loss,) = self.outputs
+            (loss,) = self.results
             whole = self.placements[loss] in (proof.WHOLE, proof.UNKNOWN)
             self._require(loss, whole, "is the loss", "a whole one, equal on all ranks")
             return
-        for value, boundary in zip(self.outputs, sends, strict=True):
+        for value, boundary in zip(self.results, sends, strict=True):
             placement = self.placements[value]
             right: tuple[type, ...] = (Replicate, proof.Unknown)
             right += (Shard,) * boundary.placement.is_divided
@@ -156,7 +159,7 @@ class StageWalk:
     ) -> list[Gradient | None]:
         """Find every whole value's gradient, given that of each output; give that of each received value."""
         given: dict[fx.Node, list[Gradient]] = {}
-        for node, gradient in zip(self.outputs, leaving, strict=True):
+        for node, gradient in zip(self.results, leaving, strict=True):
             if gradient is not None:
                 given.setdefault(node, []).append(gradient)
         for node in reversed(self.stage.graph.nodes):
@@ -212,9 +215,11 @@ class StageWalk:
                     "rank has its whole gradient, and would be multiplied by their number: correct the mark "
                     "in the manifest"
                 )
-        elif has_trait(node, Trait.SUMS_RANKS):
+        elif has_trait(node, Trait.SUMS_RANKS | Trait.OWN_BACKWARD):
             if gradient == "partial":
-                self._refuse(node, f"{place(node)}, which is a sum over the tensor ranks")
+                sums = has_trait(node, Trait.SUMS_RANKS)
+                what = "is a sum over the tensor ranks" if sums else "has a backward of its own"
+                self._refuse(node, f"{place(node)}, which {what}")
         elif has_trait(node, Trait.SUMS_GRADIENTS) or _is_copied_part(node):
             if gradient == "whole":
                 way = (
@@ -273,7 +278,7 @@ def placement_after(node: fx.Node, placements: proof.Placements, rules: Records)
 
 
 def _find_rules(node: fx.Node, rules: Records) -> OperatorRules:
-    if isinstance(node.target, OpOverload):
+    if isinstance(node.target, OpOverload | AutogradFunction):
         return rules.get(operator_name(node.target)) or rules_of(node)
     return OPERATORS.get(node.target) or _rules_of_function(node.target)
 

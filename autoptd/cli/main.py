@@ -122,11 +122,9 @@ def _verify(args: argparse.Namespace) -> Outcome:
 
 
 def _describe_verified(report: Report) -> dict[str, Any]:
-    errors = {name: _finite(error) for name, error in report.gradient_errors.items()}
-    numbers = {"passed": report.passed, "loss_error": _finite(report.loss_error)}
-    losses = {name: _finite(getattr(report, name)) for name in ("loss", "reference_loss")}
     further = [_describe_verified(other) for other in report.further]
-    return numbers | asdict(report) | losses | {"gradient_errors": errors, "further": further}
+    found = {"passed": report.passed, "loss_error": report.loss_error} | asdict(report) | {"further": further}
+    return {name: _finite(value) for name, value in found.items()}
 
 
 def _check_files(*paths: Path | None) -> None:
@@ -191,9 +189,11 @@ def _describe_simulation(simulation: Simulation) -> dict[str, object]:
     return {"cluster": simulation.cluster.name, **{n: getattr(simulation, n) for n in names}, **device}
 
 
-def _finite(number: float) -> float | None:
-    """Return None for nan and infinity, which JSON does not have."""
-    return number if math.isfinite(number) else None
+def _finite(value: Any) -> Any:
+    """Return the value, or mapping of values, with None for nan and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _finite(own) for name, own in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read_mesh(text: str) -> str | tuple[int, ...]:
@@ -283,9 +283,8 @@ COMMANDS: Mapping[Callable[[argparse.Namespace], Outcome], str] = {
 
 def make_parser() -> Parser:
     """Return the parser of all commands; arguments with a ! are required."""
-    parser = Parser(
-        prog="autoptd", description="Plan, compile, examine, time and prove parallel training programs."
-    )
+    about = "Plan, compile, examine, time and prove parallel training programs."
+    parser = Parser(prog="autoptd", description=about)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for run, arguments in COMMANDS.items():
         words, name = run.__doc__, run.__name__.removeprefix("_")

@@ -73,6 +73,5 @@ def _failed(name: str, error: Exception) -> ValueError:
     frames = traceback.extract_tb(error.__traceback__)
     line = user_line([frame for frame in frames if not frame.filename.startswith(LIBRARIES)])
     place = "" if isinstance(error, SyntaxError) or not line else f", at {line}"
-    return ValueError(
-        f"model {name!r} cannot be built: {type(error).__name__}: {error}{place}; correct it there"
-    )
+    kind = type(error).__name__
+    return ValueError(f"model {name!r} cannot be built: {kind}: {error}{place}; correct it there")

@@ -41,6 +41,7 @@ from autoptd.simulate.step import Training, action_times, simulate_times
 DEFAULTS = Options()
 ROUNDING = 1e-12  # of a sum of times
 WALKED = 2048  # forwards of a step that is simulated whole
+Divided = tuple[Manifest, Sequence[StageTimes]]  # for timing alone, into stages
 
 
 class Walk(NamedTuple):
@@ -93,7 +94,7 @@ class Estimator:
         self._scatter_gather, self._options = scatter_gather, options
         self._programs: dict[tuple[object, ...], Program] = {}  # captured, arranged, divided
         self._rows: dict[tuple[int, int | None, str | int], LayerCosts] = {}
-        self._stages: dict[Candidate, tuple[Manifest, Sequence[StageTimes]]] = {}
+        self._stages: dict[Candidate, Divided] = {}
 
     def searching(self) -> Estimator:
         """Return the same estimator with `search`; both share their measurements."""
@@ -212,9 +213,7 @@ class Estimator:
         )
         return max(ranks, key=lambda walk: walk.busy + more * walk.work)
 
-    def _divide_stages(
-        self, candidate: Candidate
-    ) -> tuple[LayerCosts, tuple[Manifest, Sequence[StageTimes]]]:
+    def _divide_stages(self, candidate: Candidate) -> tuple[LayerCosts, Divided]:
         row = self.measure(*candidate.key)
         if candidate not in self._stages:
             mesh, v = candidate.mesh, candidate.num_model_chunks

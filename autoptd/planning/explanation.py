@@ -95,10 +95,8 @@ def explain_program(
     said.
     """
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
-    work = tuple(
-        sum(entry.end - entry.start for entry in row if entry.action.kind.computes)
-        for row in simulation.timeline
-    )
+    computed = ([entry for entry in row if entry.action.kind.computes] for row in simulation.timeline)
+    work = tuple(sum(entry.end - entry.start for entry in row) for row in computed)
     reordered = manifest.mesh.ranks is not None
     changes: tuple[Change, ...] = (Change("other settings", refused=REORDERED if reordered else UNKNOWN),)
     if model is not None and options is not None and not reordered:
@@ -106,14 +104,9 @@ def explain_program(
         given: Any = {"example_inputs": make_example(manifest), "loss_fn": loss_fn, "options": options}
         estimator = Estimator(*known, **given, scatter_gather=manifest.scatter_gather, search=True)
         changes = tuple(_change(manifest, options.recompute, estimator))
-    return Explanation(
-        simulation,
-        ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p]),
-        (p - 1) / (v * m),
-        {kind: simulation.breakdown[kind] for kind in ("tensor", "pipeline", "data")},
-        work,
-        changes,
-    )
+    modules = ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p])
+    exposed = {kind: simulation.breakdown[kind] for kind in ("tensor", "pipeline", "data")}
+    return Explanation(simulation, modules, (p - 1) / (v * m), exposed, work, changes)
 
 
 def _name_modules(stage: Stage) -> str:
@@ -130,10 +123,6 @@ def _change(manifest: Manifest, recompute: str | int, estimator: Estimator) -> I
     own = Candidate(*sizes, recompute, manifest.schedule)
     now = estimator.estimate(own).step_seconds / (m * mesh.data)
     for what, candidate in _list_neighbours(own):
-        if candidate.schedule == "interleaved_1f1b" and candidate.num_microbatches % candidate.pipeline:
-            reason = f"{candidate.num_microbatches} microbatches are no multiple of {candidate.pipeline} pipeline ranks"
-            yield Change(what, refused=reason)
-            continue
         try:
             found = estimator.estimate(candidate)
         except ValueError as error:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from autoptd.passes.cost.durations import Durations, Seconds
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.stages.choice import ItemTimes, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory, fold
@@ -35,7 +35,7 @@ class LayerCosts:
 
     def __init__(self, fused_order: FusedOrder, repeats: int, durations: Durations) -> None:
         self._program, self._fused_order, self._row = fused_order.program, fused_order, fused_order.row
-        self._cluster, self.precision = durations.cluster, durations.precision
+        self._durations, self._cluster, self.precision = durations, durations.cluster, durations.precision
         # Of each item of one microbatch: seconds by direction and kind (see `FusedOrder.divide` and `Seconds`), what a
         # cut before it costs either side, and the amounts of `_measure`.
         self._cluster.device.peak(self.precision.dtype)
@@ -188,11 +188,8 @@ class LayerCosts:
         stages = enumerate(zip(pairwise(received), held, strict=True))
         interfaces = tuple(StageInterface(i, *ends, (), own) for i, (ends, own) in stages)
         manifest = self._manifest(mesh, chunks, scatter_gather, interfaces)
-        times = tuple(
-            time_stage(manifest, index, self._sum(start, end), self._cluster, self.precision)
-            for index, (start, end) in enumerate(pairwise(cut))
-        )
-        return manifest, times
+        works = enumerate(self._sum(start, end) for start, end in pairwise(cut))
+        return manifest, tuple(time_stage(manifest, i, work, self._durations) for i, work in works)
 
     def _manifest(
         self, mesh: Mesh, chunks: int, scatter_gather: bool, stages: tuple[StageInterface, ...]

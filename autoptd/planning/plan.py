@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sympy import divisors
+
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.runtime.program.mesh import Mesh
 
@@ -115,9 +117,9 @@ class Space:
 
     def meshes(self) -> Iterator[tuple[int, int, int]]:
         """Yield all (t, p, d) whose replicas divide the batch; tensor groups span nodes only with `max_tensor`."""
-        for t in _divisors(self.world_size):
+        for t in divisors(self.world_size):
             if t <= self.max_tensor if self.max_tensor else self._in_node(t):
-                for p in _divisors(self.world_size // t):
+                for p in divisors(self.world_size // t):
                     d = self.world_size // t // p
                     if self.global_batch % d == 0:
                         yield t, p, d
@@ -147,7 +149,3 @@ class Space:
             grouped = schedule != "interleaved_1f1b" or m % p == 0
             if p * v <= (layers or units) and grouped and even and not (schedule == "1f1b" and v > 1):
                 yield v, schedule
-
-
-def _divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]

@@ -172,13 +172,11 @@ class Search:
 
         It is the time of m microbatches on even ranks, the bubble (SC21 §2.2), and the optimizer.
         """
-        first = (1, self._size, self._recompute)
+        first, size = (1, self._size, self._recompute), candidate.microbatch_size
         whole = max(
-            t * self._estimator.measure(t, b, how).seconds + (candidate.microbatch_size - b) * self._each
+            t * self._estimator.measure(t, b, how).seconds + (size - b) * self._each
             for t, b, how in (first, *self._measured)
-            if t <= candidate.tensor
-            and b <= candidate.microbatch_size
-            and how in (first[-1], candidate.recompute)
+            if t <= candidate.tensor and b <= size and how in (first[-1], candidate.recompute)
         )
         each = SLACK * whole / candidate.tensor / candidate.pipeline
         passes = candidate.num_microbatches + (candidate.pipeline - 1) / candidate.num_model_chunks
@@ -320,10 +318,8 @@ class Search:
         )
 
     def _list_refusals(self) -> str:
-        return "".join(
-            f"; t={t}{f', recompute={how!r}' if how else ''}: {why}"
-            for (t, how), why in self._refused.items()
-        )
+        refused = self._refused.items()
+        return "".join(f"; t={t}{f', recompute={how!r}' if how else ''}: {why}" for (t, how), why in refused)
 
 
 def _plan(candidate: Candidate, *found: Any, **further: Any) -> Plan:

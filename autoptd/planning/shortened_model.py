@@ -44,12 +44,11 @@ def _is_tied(model: nn.Module, layers: nn.ModuleList) -> bool:
 
 def _are_equal(layers: nn.ModuleList) -> bool:
     """Return whether all layers agree, but for a setting that is the layer's own number."""
-    first, *others = map(_sign, layers)
-    columns = [[value, *(sign.get(key) for sign in others)] for key, value in first.items()]
-    return all(sign.keys() == first.keys() for sign in others) and all(
-        all(_is_same(column[0], value) for value in column) or column == [*range(len(column))]
-        for column in columns
-    )
+    signs, numbers = [*map(_sign, layers)], [*range(len(layers))]
+    if any(sign.keys() != signs[0].keys() for sign in signs):
+        return False
+    columns = ([sign[key] for sign in signs] for key in signs[0])
+    return all(all(_is_same(own[0], value) for value in own) or own == numbers for own in columns)
 
 
 def _sign(layer: nn.Module) -> dict[tuple[str, str], object]:

@@ -11,8 +11,7 @@ from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.nodes import module_path
 from autoptd.passes.ir.program import Stage, recomputed_groups
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
@@ -127,8 +126,9 @@ class Overview:
     ) -> Overview:
         """Count a program's `stages`, which run by its `schedule`."""
         mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
-        owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
+        owners = ((n, manifest.owners(n)) for n, p in manifest.parameters.items() if p.kind == "parameter")
         aliases = manifest.aliases.items()
+        tied = (Tied(n, tuple(a for a, b in aliases if b == n), own) for n, own in owners if len(own) > 1)
         worked = zip(list_calls(stages, mesh), manifest.stages, strict=True)
         slots = [_count_slot(manifest, calls, interface.sends) for calls, interface in worked]
         return cls(
@@ -143,11 +143,7 @@ class Overview:
             ideal_bubble=(mesh.pipeline - 1) / (v * m),
             stages=tuple(_count_stage(manifest, *pair) for pair in zip(stages, manifest.stages, strict=True)),
             communication=_count_communication(manifest, stages),
-            tied=tuple(
-                Tied(name, tuple(a for a, stored in aliases if stored == name), ranks)
-                for name, ranks in owners.items()
-                if len(ranks) > 1
-            ),
+            tied=tuple(tied),
             recomputation=_count_recomputation(manifest, stages),
             slot_bytes=tuple(map(round, add_up_slots(schedule, slots))),
             log=tuple(log),
@@ -158,16 +154,13 @@ class Overview:
 def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) -> StageOverview:
     paths = [path for node in stage.graph.nodes if (path := module_path(node))]
     crossing = interface.sends if manifest.mesh.pipeline > 1 else ()
+    held = [manifest.parameters[name] for name in interface.parameters]
     return StageOverview(
         index=interface.index,
         pipeline_rank=interface.index % manifest.mesh.pipeline,
         first=paths[0] if paths else "",
         last=paths[-1] if paths else "",
-        parameters=sum(
-            prod(p.local_shape(manifest.mesh.axes))
-            for name in interface.parameters
-            if (p := manifest.parameters[name]).kind == "parameter"
-        ),
+        parameters=sum(prod(p.local_shape(manifest.mesh.axes)) for p in held if p.kind == "parameter"),
         flops=sum(forward_work(node).flops for node in stage.graph.nodes),
         sent_bytes=sum(_crossing(boundary, manifest) for boundary in crossing),
         unscattered_bytes=sum(b.bytes for b in crossing),
@@ -189,9 +182,8 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
     sends = [b for s in manifest.stages if manifest.mesh.pipeline > 1 for b in s.sends]
     ranks = range(manifest.mesh.pipeline) if manifest.mesh.data > 1 else ()
     trained = max((count_owned(manifest, rank).trained for rank in ranks), default=0)
-    partial = [
-        n for n, p in manifest.parameters.items() if p.placement.has_partial_gradient and manifest.owners(n)
-    ]
+    parameters = ((n, p) for n, p in manifest.parameters.items() if manifest.owners(n))
+    partial = [name for name, parameter in parameters if parameter.placement.has_partial_gradient]
     return Communication(
         tensor_forward=Traffic.of(forward_work(node).reduced for node in reductions),
         tensor_backward=Traffic.of([backward_work(node).reduced for node in copies] + again),

@@ -8,8 +8,7 @@ from autoptd.passes.cost.cluster import ITEM_BYTES
 from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.gradients import find_reached, find_trained
-from autoptd.passes.ir.nodes import arguments_of
-from autoptd.passes.ir.program import Stage
+from autoptd.passes.ir.program import Stage, split_results
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.runtime.program.manifest import Manifest
@@ -38,7 +37,7 @@ def freeze_idle(manifest: Manifest, stages: Sequence[Stage]) -> Manifest:
     """Mark as frozen the parameters that no gradient of the loss reaches, which need no states."""
     reached: set[str] = set()
     for stage, interface in zip(stages, manifest.stages, strict=True):
-        results = arguments_of(next(iter(reversed(stage.graph.nodes))))
+        results, _ = split_results(stage.graph)
         if interface.sends:
             crossing = zip(results, interface.sends, strict=True)
             results = [node for node, boundary in crossing if boundary.requires_grad]
@@ -75,6 +74,14 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
             else:
                 after[first[name]] = after.get(first[name], 0) + size
     return Owned(elements, fixed, trained, partial, tied, after)
+
+
+def count_outputs(manifest: Manifest, rank: int) -> int:
+    """Return the bytes of what a call returns besides the loss that a pipeline rank makes, of all microbatches."""
+    p, axes = manifest.mesh.pipeline, manifest.mesh.axes
+    made = [result for stage in manifest.stages[rank::p] for result in stage.outputs]
+    sizes = (prod(r.placement.local_shape(r.shape, axes)) * r.dtype.itemsize for r in made)
+    return manifest.num_microbatches * sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,18 @@ def add_up_slots(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
     (counts,) = live_microbatches(schedule, len(sizes), lasting=True)
     held, p = [count * size for count, size in zip(counts, sizes, strict=True)], len(schedule)
     return [sum(held[rank::p]) for rank in range(p)]
+
+
+def list_static(
+    manifest: Manifest, schedule: Schedule, sizes: Sequence[float], owned: Sequence[Owned], states: States
+) -> list[dict[str, float]]:
+    """Return the bytes that each pipeline rank holds throughout a step: states, slots of these `sizes`, outputs."""
+    slots = add_up_slots(schedule, sizes)
+    static = [states.held(own) | {"slots": size} for own, size in zip(owned, slots, strict=True)]
+    for rank, held in enumerate(static):
+        if made := count_outputs(manifest, rank):
+            held["outputs"] = made
+    return static
 
 
 def trace_memory(

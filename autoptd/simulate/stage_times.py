@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, cycle
 
 import torch
 from torch import fx
@@ -15,8 +15,7 @@ from autoptd.passes.cost.durations import Durations, Precision, Seconds
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.meta_values import shaping_arguments
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info, shaping_arguments
 from autoptd.passes.ir.program import Stage, recomputed_groups, values_taken
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest
@@ -63,12 +62,7 @@ class StageTimes(WorkTimes):
 
 
 def time_stages(
-    manifest: Manifest,
-    stages: Sequence[Stage],
-    cluster: Cluster,
-    precision: Precision,
-    *,
-    overlap: bool = True,
+    manifest: Manifest, stages: Sequence[Stage], cluster: Cluster, precision: Precision, overlap: bool = True
 ) -> tuple[StageTimes, ...]:
     """Time all stages, each in its slowest replica; without `overlap` nothing runs during all-reduces.
 
@@ -77,9 +71,8 @@ def time_stages(
     cluster.device.peak(precision.dtype)
     mesh = manifest.mesh
     durations = [Durations(cluster, mesh, precision, overlap, rank) for rank in range(mesh.pipeline)]
-    worked = enumerate(list_calls(stages, mesh))
-    times = [add_up(calls, durations[i % mesh.pipeline]).launched_on(cluster.device) for i, calls in worked]
-    return tuple(time_stage(manifest, i, work, cluster, precision) for i, work in enumerate(times))
+    worked = enumerate(zip(list_calls(stages, mesh), cycle(durations), strict=False))
+    return tuple(time_stage(manifest, i, add_up(calls, own), own) for i, (calls, own) in worked)
 
 
 @dataclass(frozen=True)
@@ -120,33 +113,24 @@ def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, CallWork]:
         kept = (ledger.storages(taken.get(node, ())) if node in inside else ledger.saved([node])) - seen
         seen |= kept
         forward, backward = forward_work(node), backward_work(node, trained)
-        once = _product_flops(forward)
-        found[node] = CallWork(
-            forward,
-            backward,
-            node in repeated,
-            count_bytes(kept),
-            ledger.differentiated(node, trained) + (again[inside[node][0]] if node in inside else 0),
-            once + _product_flops(backward) + once * (node in inside),
-        )
+        working = ledger.differentiated(node, trained) + (again[inside[node][0]] if node in inside else 0)
+        flops = _product_flops(forward) * (2 if node in inside else 1) + _product_flops(backward)
+        found[node] = CallWork(forward, backward, node in repeated, count_bytes(kept), working, flops)
     return found
 
 
 def add_up(calls: Collection[CallWork], durations: Durations) -> WorkTimes:
-    """Return the times and memory of some calls of a stage; equal works are timed together."""
+    """Return the times and memory of some calls of a stage, launched; equal works are timed together."""
 
     def time(works: Iterable[Work]) -> Seconds:
         counted = Counter(works).items()
         return sum((durations.seconds(work) * count for work, count in counted), Seconds())
 
-    scale = durations.precision.scale
-    return WorkTimes(
-        time(call.forward for call in calls),
-        time(call.backward for call in calls) + time(call.forward for call in calls if call.again),
-        sum(call.kept for call in calls) * scale,
-        max((call.working for call in calls), default=0) * scale,
-        sum(call.flops for call in calls),
-    )
+    scale, forward = durations.precision.scale, time(call.forward for call in calls)
+    backward = time(call.backward for call in calls) + time(call.forward for call in calls if call.again)
+    kept, flops = sum(call.kept for call in calls) * scale, sum(call.flops for call in calls)
+    working = max((call.working for call in calls), default=0) * scale
+    return WorkTimes(forward, backward, kept, working, flops).launched_on(durations.cluster.device)
 
 
 def _sign(stage: Stage) -> object:
@@ -165,17 +149,16 @@ def _sign(stage: Stage) -> object:
     return tuple(rows)
 
 
-def time_stage(
-    manifest: Manifest, index: int, work: WorkTimes, cluster: Cluster, precision: Precision
-) -> StageTimes:
+def time_stage(manifest: Manifest, index: int, work: WorkTimes, durations: Durations) -> StageTimes:
     """Return the times of a stage with that work, and of its messages."""
-    mesh, interface = manifest.mesh, manifest.stages[index]
+    mesh, cluster, scale = manifest.mesh, durations.cluster, durations.precision.scale
+    interface = manifest.stages[index]
     ranks = cluster.slowest(mesh.groups("tensor", pipeline=index % mesh.pipeline))
     gather, send, arriving = {}, {}, {}
     for kind in COMPUTING:
         # A single pipeline rank hands values over on the spot.
         ends = (interface.sends, interface.receives)[:: kind.direction] if mesh.pipeline > 1 else ((), ())
-        (whole, pieces), (whole_in, pieces_in) = (_bytes(end, manifest, kind, precision) for end in ends)
+        (whole, pieces), (whole_in, pieces_in) = (_bytes(end, manifest, kind, scale) for end in ends)
         sides = (mesh.groups("tensor", pipeline=k % mesh.pipeline) for k in (index, index + kind.direction))
         pair = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))  # of the slowest replica
         send[kind] = cluster.send_seconds(whole + pieces / mesh.tensor, *pair, senders=mesh.tensor)
@@ -187,14 +170,14 @@ def time_stage(
 
 
 def _bytes(
-    boundaries: Sequence[Boundary], manifest: Manifest, kind: Kind, precision: Precision
+    boundaries: Sequence[Boundary], manifest: Manifest, kind: Kind, scale: float
 ) -> tuple[float, float]:
     """Return the bytes of boundary values, or of their gradients, that cross whole, and those that cross in pieces."""
     sizes = [0.0, 0.0]
     for boundary in boundaries:
         if kind is Kind.FORWARD or boundary.requires_grad:
             scattered = is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather)
-            sizes[scattered] += boundary.bytes * precision.scale
+            sizes[scattered] += boundary.bytes * scale
     return sizes[0], sizes[1]
 
 

@@ -10,11 +10,12 @@ from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.cost.durations import DTYPES, Precision
 from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walk, walking_order
 from autoptd.passes.ir.program import Stage
-from autoptd.runtime.comm.trace import Phase, TimelineEntry, write_trace
+from autoptd.runtime.comm.trace import Phase, Rows, TimelineEntry, write_trace
 from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
-from autoptd.simulate.memory import Owned, States, add_up_slots, count_owned, freeze_idle, trace_memory
+from autoptd.simulate.memory import Owned, States, count_owned, freeze_idle, list_static, trace_memory
 from autoptd.simulate.stage_times import StageTimes, time_stages
 from autoptd.simulate.svg import write_svg
 
@@ -131,7 +132,7 @@ def simulate_times(
     least = step_seconds(order, p, action_times(times, messages=False))
     owned = [count_owned(manifest, rank) for rank in range(p)]
     states = training.states(precision, manifest.mesh.data)
-    phases = tuple(_finish(manifest, timeline, owned, cluster, states, training))
+    phases = tuple(_finish(manifest.mesh, timeline, owned, cluster, states, training.overlap))
     pipelined = max(row[-1].end for row in timeline)
     step = max([pipelined, *(phase.end for phase in phases)])
     spent = [_add_up(times[rank::p], m) for rank in range(p)]
@@ -143,8 +144,7 @@ def simulate_times(
             begin = max(phase.start, pipelined)
             breakdown[phase.name] = breakdown.get(phase.name, 0.0) + max(0.0, phase.end - begin)
     breakdown["bubble"] = step - sum(breakdown.values())
-    slots = add_up_slots(schedule, [time.slot for time in times])
-    static = [states.held(own) | {"slots": size} for own, size in zip(owned, slots, strict=True)]
+    static = list_static(manifest, schedule, [time.slot for time in times], owned, states)
     copied = cluster.device.multiprocessors == 1  # processes on CPUs have gloo
     courses = _trace_courses(schedule, timeline, times, owned, phases, states, copied)
     peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
@@ -176,7 +176,7 @@ def simulate_times(
 
 def _trace_courses(
     schedule: Schedule,
-    timeline: Sequence[Sequence[TimelineEntry]],
+    timeline: Rows,
     times: Sequence[StageTimes],
     owned: Sequence[Owned],
     phases: Iterable[Phase],
@@ -201,14 +201,10 @@ def action_times(
 ) -> ActionTimes:
     """Return the times of actions; a message in pieces is put together before a stage begins."""
     forward, backward = COMPUTING
-    return ActionTimes(
-        {
-            forward: [time.forward.total + time.gather[forward] for time in times],
-            backward: [time.backward.total + time.gather[backward] for time in times],
-            **{kind.send: [time.send[kind] * messages for time in times] for kind in COMPUTING},
-        },
-        blocking and messages,
-    )
+    seconds = {kind.send: [time.send[kind] * messages for time in times] for kind in COMPUTING}
+    seconds[forward] = [time.forward.total + time.gather[forward] for time in times]
+    seconds[backward] = [time.backward.total + time.gather[backward] for time in times]
+    return ActionTimes(seconds, blocking and messages)
 
 
 def _add_up(times: Sequence[StageTimes], microbatches: int) -> dict[str, float]:
@@ -221,19 +217,13 @@ def _add_up(times: Sequence[StageTimes], microbatches: int) -> dict[str, float]:
 
 
 def _finish(
-    manifest: Manifest,
-    timeline: Sequence[Sequence[TimelineEntry]],
-    owned: Sequence[Owned],
-    cluster: Cluster,
-    states: States,
-    training: Training,
+    mesh: Mesh, timeline: Rows, owned: Sequence[Owned], cluster: Cluster, states: States, overlap: bool
 ) -> Iterator[Phase]:
     """Yield the phases after the schedule: the remaining gradient sums, in the runtime's order, and the optimizer."""
-    mesh, each = manifest.mesh, states.gradient
+    each, shards = states.gradient, max(states.shards, 1)
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
-    shards = max(states.shards, 1)
     # A core sums and copies itself, as `Cluster.exposed_seconds` has it of the tensor ranks' sums.
-    overlap = training.overlap and cluster.device.multiprocessors > 1
+    overlap = overlap and cluster.device.multiprocessors > 1
     # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
     summed, shared = (0.5, 0.5 * ITEM_BYTES[states.precision.dtype] / each) if shards > 1 else (1.0, 0.0)
     ends, joined, gathers = [], [], []

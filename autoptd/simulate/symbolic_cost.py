@@ -16,13 +16,13 @@ from autoptd.options import check_counts
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.meta_values import shaping_arguments
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info, shaping_arguments
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators.quantities import Number, local_sizes
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols, symbol
 from autoptd.runtime.collectives import copied_linears
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.mesh import Mesh
 
 Label = tuple[int, int] | None  # which stack of layers, and which layer of it
 
@@ -69,9 +69,9 @@ class Cost:
         mesh = manifest.mesh
         own = {"t": mesh.tensor, "d": mesh.data, "m": manifest.num_microbatches}
         self.values = dict(symbols.values if symbols else {}) | {symbol(name): n for name, n in own.items()}
-        works: dict[Hashable, tuple[Line, ...]] = {}
+        works: Works = {}
         named: set[str] = set()
-        self._bills = [_Bill(stage, manifest, works, named, symbols) for stage in stages]
+        self._bills = [_Bill(stage, mesh, works, named, symbols) for stage in stages]
         self.stages = tuple(_total(bill.lines) for bill in self._bills)
         self.layers: dict[sympy.Symbol, Amounts] = {}
         self._functions: dict[sympy.Expr, tuple[Callable[..., int], ...]] = {}
@@ -148,23 +148,19 @@ class Cost:
 # Lines of the bill
 
 Line = tuple[str, Any]  # the name of an amount, and its expression
+Works = dict[Hashable, tuple[Line, ...]]
 
 
 class _Bill:
     """The costs of one stage, line by line: a `Counter` of (name of an amount, expression)."""
 
     def __init__(
-        self,
-        stage: Stage,
-        manifest: Manifest,
-        works: dict[Hashable, tuple[Line, ...]],
-        named: set[str],
-        symbols: DimensionSymbols | None,
+        self, stage: Stage, mesh: Mesh, works: Works, named: set[str], symbols: DimensionSymbols | None
     ) -> None:
         self.by_layer: dict[Label, Counter[Line]] = {}
         self._works = works  # of equal calls in all stages
         self._sizes = cache(symbols.shape if symbols else local_sizes)
-        ledger = Ledger(stage, manifest.mesh)
+        ledger = Ledger(stage, mesh)
         repeated, trained = ledger.repeated_nodes, find_trained(stage)
         for node in stage.graph.nodes:
             if node.op == "call_function":
@@ -197,11 +193,8 @@ class _Bill:
         counter.update(line for line in lines if line[1] != 0)
 
     def _list_work(self, node: fx.Node, trained: set[fx.Node], repeated: bool) -> tuple[Line, ...]:
-        sources = tuple(
-            (self._sizes(s), str(s.meta["val"]), s.op, s in trained)
-            for s in node.all_input_nodes
-            if info(s).role != "rank"
-        )
+        taken = [s for s in node.all_input_nodes if info(s).role != "rank"]
+        sources = tuple((self._sizes(s), str(s.meta["val"]), s.op, s in trained) for s in taken)
         given = repr(fx.map_arg((shaping_arguments(node), node.kwargs), lambda source: source.op))
         readers = sum(user.op == "output" or user in trained for user in node.users)
         key = node.target, self._sizes(node), sources, given, readers, node in trained, repeated

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import results_of
+from autoptd.passes.cost.work import forward_work
+from autoptd.passes.ir.nodes import info, results_of
 from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.collectives import COPIED
@@ -53,13 +53,12 @@ def write_communication(node: fx.Node, tensor: int) -> str:
         return ""
     if node.target is collectives.copy_to_tensor:  # f: identity forward
         return f"backward: all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
-    if node.target is collectives.reduce_from_tensor:  # g: identity backward
-        return f"all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
     if node.target is kernels.cross_entropy and isinstance(node.args[1], fx.Node):
         logits = node.args[1].meta["val"]
         row = len(logits) * max(4, logits.element_size())  # reduced in float32 or wider
         return f"all-reduce, {write_bytes(row)} + {write_bytes(2 * row)} over tensor"
-    return ""
+    reduced = forward_work(node).reduced
+    return f"all-reduce, {write_bytes(reduced)} over tensor" if reduced else ""
 
 
 def write_hidden(node: fx.Node, tensor: int) -> str:

@@ -13,8 +13,8 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.passes.ir.names import free_name
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import where
+from autoptd.passes.ir.nodes import info, where
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.text.call_arguments import resolve_overload, shorten_call
 
 # Names that a stage function uses itself, besides Python's keywords.
@@ -82,6 +82,8 @@ def write_call(node: fx.Node, names: Names) -> tuple[str, list[str]]:
     }
     if isinstance(node.target, OpOverload) and not _packet_suffices(node.target, args, options):
         text = f"{text}.{node.target._overloadname}"
+    if isinstance(node.target, AutogradFunction):
+        args = (args[0], node.target.path, *args[1:])
     texts = [write_value(arg, names) for arg in args]
     texts += [f"{name}={write_value(value, names)}" for name, value in options.items()]
     return text, texts
@@ -151,6 +153,8 @@ def _function(target: Any) -> str | None:
     if isinstance(target, OpOverloadPacket):
         namespace, name = target._qualified_op_name.split("::")
         return f"aten.{name}" if namespace == "aten" else f"torch.ops.{namespace}.{name}"
+    if isinstance(target, AutogradFunction):
+        return "kernels.autograd_function"
     module = getattr(target, "__module__", None) or ""
     for room in ("kernels", "collectives"):
         if (module + ".").startswith(f"autoptd.runtime.{room}."):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.check.program import check_manifest
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import Role, change_info
+from autoptd.passes.ir.nodes import Propagation, Role, change_info
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest
 from autoptd.runtime.program.program_text import ProgramText, read_program
@@ -106,7 +105,9 @@ def _trace_stage(program: ProgramText, index: int, manifest: Manifest, propagati
         traced.append(recorder.placeholder(name, value.name, role, _meta(value.shape, value.dtype)))
         if isinstance(value, Boundary):
             change_info(traced[-1].node, requires_grad=value.requires_grad)
-    return recorder.record(function, rank, recorder.parameters, *traced)
+    graph = recorder.record(function, rank, recorder.parameters, *traced)
+    change_info(graph.output_node(), outputs=interface.outputs)
+    return graph
 
 
 def _trace_constants(

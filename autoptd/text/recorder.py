@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.proxy import GraphAppendingTracer
 
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import NodeInfo, Role, describe, info
+from autoptd.passes.ir.nodes import NodeInfo, Propagation, Role, describe, info
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.kernels.autograd_function import AutogradFunction, autograd_function
 from autoptd.runtime.program.program_text import line_of
 from autoptd.runtime.recomputation import recompute
 from autoptd.text.call_arguments import resolve_overload, spread_call
@@ -200,7 +200,11 @@ class _Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._value is recompute:
             return self._recorder.run_group(*args, **kwargs)
-        return self._recorder.create_proxy("call_function", self._value, args, kwargs)
+        target = self._value
+        if target is autograd_function:
+            rank, path, *given = args
+            target, args = AutogradFunction(path), (rank, *given)
+        return self._recorder.create_proxy("call_function", target, args, kwargs)
 
 
 def _value_of(node: fx.Node) -> Any:

@@ -7,7 +7,7 @@ from itertools import groupby
 from torch import fx
 
 from autoptd.passes.cost.saved_tensors import find_repeated
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Stage, values_given, values_taken
 from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
 from autoptd.runtime.program.mesh import Mesh

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import nodes_in, walk
+from autoptd.passes.ir.nodes import info, nodes_in, walk
 from autoptd.passes.ir.program import Program, Stage, constants_made, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
@@ -109,21 +108,18 @@ def _crossing(manifest: Manifest, boundary: Boundary, done: str) -> str:
 
 
 def _write_return(manifest: Manifest, interface: StageInterface, output: fx.Node, names: Names) -> list[str]:
-    value = output.args[0]
+    value, tensor = output.args[0], manifest.mesh.tensor
     values: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
-    text = write_value(tuple(values), names)[1:-1] if len(values) > 1 else write_value(value, names)
-    tensor = manifest.mesh.tensor
-    if not interface.sends:
-        shape = write_value_shape(value, tensor) if isinstance(value, fx.Node) else ""
-        return align([(f"    return {text}", f"# {shape}".rstrip())])
-    notes = []
-    for node, boundary in zip(values, interface.sends, strict=True):
-        crossing = f"to stage {interface.index + 1}, {_crossing(manifest, boundary, 'scattered')}"
-        notes.append(write_comment(write_value_shape(node, tensor), crossing))
-    if len(notes) == 1:
-        return align([(f"    return {text}", notes[0])])
-    codes = [f"        {names[node]}," for node in values]
-    return ["    return (", *align(list(zip(codes, notes, strict=True))), "    )"]
+    codes = [write_value(node, names) for node in values]
+    to = f"to stage {interface.index + 1}, "
+    notes = [to + _crossing(manifest, boundary, "scattered") for boundary in interface.sends] or [""]
+    notes += [f"output {result.name}" for result in interface.outputs]
+    shapes = [write_value_shape(node, tensor) for node in values]
+    comments = [write_comment(shape, note) for shape, note in zip(shapes, notes, strict=True)]
+    if len(values) == 1:
+        return align([(f"    return {codes[0]}", comments[0])])
+    rows = [(f"        {code},", comment) for code, comment in zip(codes, comments, strict=True)]
+    return ["    return (", *align(rows), "    )"]
 
 
 def _write_constants(stages: Sequence[Stage]) -> list[str]:

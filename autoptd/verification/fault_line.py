@@ -3,7 +3,6 @@
 import sys
 from bisect import bisect_left
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
-from itertools import takewhile
 from traceback import walk_stack
 from typing import Any
 
@@ -11,12 +10,13 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # private, with no public twin
 
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
 
 ROUNDING = 1e-9  # relative, of sums in another order
 SHOWN = 3
 Sums = tuple[float, float]  # of the elements and of their squares, which no layout changes
+SumsByLine = Mapping[str, list[Sums]]
 
 
 class Values(TorchDispatchMode):
@@ -30,11 +30,8 @@ class Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        values = [
-            x
-            for x in tree_leaves(result)
-            if isinstance(x, Tensor) and x.is_floating_point() and not x.is_meta
-        ]
+        tensors = (x for x in tree_leaves(result) if isinstance(x, Tensor))
+        values = [x for x in tensors if x.is_floating_point() and not x.is_meta]
         sums = [(float(x.sum()), float(x.square().sum())) for x in values]
         if not self._filename:
             self.found += sums
@@ -45,9 +42,7 @@ class Values(TorchDispatchMode):
         return result
 
 
-def find_first_wrong(
-    program: Program, plain: Sequence[Sums], ranks: Sequence[Mapping[str, list[Sums]]]
-) -> str:
+def find_first_wrong(program: Program, plain: Sequence[Sums], ranks: Sequence[SumsByLine]) -> str:
     """Say from which line on no value is one of `plain` any more; `ranks` are the sums of one replica's ranks by line.
 
     A value is the same on all tensor ranks, or divided among them. One that is neither, such as a partial sum, is right
@@ -58,11 +53,8 @@ def find_first_wrong(
     lines = list(dict.fromkeys(info(node).line for node in nodes))
     right = {line for line in lines if _is_right(line, known, ranks)}
     followed = _find_followed(program, right)
-    wrong = [
-        line
-        for line in dict.fromkeys(info(node).line for node in nodes if node not in followed and node.users)
-        if any(line in own for own in ranks)
-    ]
+    left = dict.fromkeys(info(node).line for node in nodes if node not in followed and node.users)
+    wrong = [line for line in left if any(line in own for own in ranks)]
     if not wrong:
         return "every value is one of the plain model's: compare the order of the microbatches in SCHEDULE"
     before = [line for line in lines[: lines.index(wrong[0])] if line in right]
@@ -87,7 +79,7 @@ def _find_followed(program: Program, right: Set[str]) -> set[fx.Node]:
     return followed
 
 
-def _is_right(line: str, known: list[tuple[float, float]], ranks: Sequence[Mapping[str, list[Sums]]]) -> bool:
+def _is_right(line: str, known: list[Sums], ranks: Sequence[SumsByLine]) -> bool:
     """Return whether the values of `line` are among the `known`: those of a rank, or added up over the ranks."""
     own = [rank[line] for rank in ranks if line in rank]
     if not own:
@@ -98,9 +90,12 @@ def _is_right(line: str, known: list[tuple[float, float]], ranks: Sequence[Mappi
 
 def _is_known(sums: Any, known: list[tuple[float, float]]) -> bool:
     total, squares = sums
-    least = bisect_left(known, (squares * (1 - ROUNDING),))
-    near = takewhile(lambda pair: pair[0] <= squares * (1 + ROUNDING), known[least:])
-    return any(abs(value - total) <= ROUNDING * max(abs(total), squares**0.5) for _, value in near)
+    for other, value in known[bisect_left(known, (squares * (1 - ROUNDING),)) :]:
+        if other > squares * (1 + ROUNDING):
+            break
+        if abs(value - total) <= ROUNDING * max(abs(total), squares**0.5):
+            return True
+    return False
 
 
 def find_first_right(program: Program, wrong: Container[str]) -> str:

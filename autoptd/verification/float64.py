@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoptd.runtime import aten
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 
 COMPLEX = (torch.complex64, torch.complex32)
 LOW = (torch.float32, *HALF, *COMPLEX)

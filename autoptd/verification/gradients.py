@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ ROUNDING = 1e-12
 class StepResult:
     """A step of one rank or of the plain model: loss, gradients, the number of promoted casts, notes on the loss.
 
-    `norm` is that by which the whole gradient would be clipped. `tables` are tensors that forward put in the place of
-    others, by the address of these.
+    `norm` is that by which the whole gradient would be clipped. `outputs` has, by path, what else it returns: of a rank
+    for its replica, of the plain model for each. `tables` are tensors that forward put in the place of others, by the
+    address of these.
     """
 
     loss: float
@@ -28,21 +30,19 @@ class StepResult:
     promoted: int
     notes: tuple[str, ...] = ()
     norm: float = 0.0
+    outputs: Sequence[Mapping[tuple[str, ...], Tensor]] = ()
     tables: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def join_gradients(manifest: Manifest, found: list[StepResult]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Return whole gradients from the first replica's first owners, and where ranks that must agree do not."""
     mesh = manifest.mesh
-    wrong = [
-        f"rank {rank} has the {what} {own!r}, rank 0 {first!r}"
-        for rank, result in enumerate(found)
-        for what, own, first in (
-            ("loss", result.loss, found[0].loss),
-            ("norm of the gradient", result.norm, found[0].norm),
-        )
-        if own != first and not (own != own and first != first)
-    ]
+    wrong: list[str] = []
+    for rank, result in enumerate(found):
+        pairs = {"loss": (result.loss, found[0].loss), "norm of the gradient": (result.norm, found[0].norm)}
+        for what, (one, other) in pairs.items():
+            if one != other and not (one != one and other != other):
+                wrong.append(f"rank {rank} has the {what} {one!r}, rank 0 {other!r}")
     whole: dict[str, Tensor] = {}
     for name, parameter in manifest.parameters.items():
         on_tensor = parameter.placement["tensor"]
@@ -95,6 +95,18 @@ def compare_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
         # A key's bias, for example, shifts all scores alike: its gradient is zero except for rounding.
         scale = max(own, FLOOR * top) if own > noise * top else unit * top
         errors[name] = (difference / scale if scale else math.inf) if difference else 0.0
+    return errors
+
+
+def compare_outputs(found: Sequence[Mapping[Any, Tensor]], expected: Sequence[Any]) -> dict[str, float]:
+    """Return the largest relative error of each output; one of another shape is infinitely wrong."""
+    errors: dict[str, float] = {}
+    for own, plain in zip(found, expected, strict=True):
+        for path, value in own.items():
+            known, alike = plain[path].to(torch.complex128), value.shape == plain[path].shape
+            difference = _largest(value.to(torch.complex128) - known) if alike else math.inf
+            name, error = f"output {'.'.join(path)}", difference / (_largest(known) or 1.0)
+            errors[name] = max(error, errors.get(name, 0.0), key=lambda e: (e != e, e))
     return errors
 
 

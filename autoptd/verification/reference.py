@@ -37,7 +37,8 @@ def run_plain(
     In float64 unless it is not to be `precise`: then as it trains, under the autocast that it was compiled in.
     """
     examples = replace(read_examples(model, make_example(manifest), loss_fn, None), inputs=manifest.inputs)
-    objective = Objective(model, examples, loss_fn)
+    paths = (result.path for stage in manifest.stages for result in stage.outputs)
+    objective = Objective(model, examples, loss_fn, wanted=tuple(dict.fromkeys(p[0] for p in paths)))
     leaves = {}
     for name, parameter in manifest.parameters.items():
         if parameter.kind != "constant" and name in tensors:
@@ -46,49 +47,60 @@ def run_plain(
     swapped = _find_places(objective, model, leaves)
     count, held = manifest.num_microbatches * manifest.mesh.data, _list_tensors(objective)
     labels = manifest.weighing_labels
-    valid = torch.ones(count) if labels is None else count_valid(labels, batch[labels.name])
+    ones = torch.ones(count, dtype=torch.float64)
+    valid = ones if labels is None else count_valid(labels, batch[labels.name])
     losses: dict[int, float] = {}
     sums: dict[str, Tensor] = {}
+    outputs: dict[tuple[str, ...], list[Tensor]] = {}
     with (
         keeping_attributes(objective),
         _reparametrize_module(objective, swapped),
         torch.enable_grad(),
         leave_autocast() if precise or not manifest.autocast else torch.autocast("cpu", manifest.autocast),
-        Functions().watch(),  # a checkpoint would compute again in the backward, with dropout
+        Functions(None).watch(),  # a checkpoint would compute again in the backward, with dropout
         DropoutOff(),
         Promotion(_find_rounding(manifest)) if precise else nullcontext() as promotion,
     ):
         for part in objective.children():
             set_training(part)
         for index in range(count):
+            loss = objective.find_loss(*take_parts(manifest, batch, count, index).values())
+            for path, output in objective.result.outputs.items():
+                outputs.setdefault(path, []).append(output.detach().clone())
             if valid.any() and not valid[index]:
                 continue  # a microbatch without labels does not count
-            loss = objective(*take_parts(manifest, batch, count, index).values())
             losses[index] = float(loss.detach())
-            (loss / float(valid.sum() / valid[index])).backward()
+            loss.backward()
             for name, leaf in leaves.items():
                 if leaf.grad is not None:  # not in place: two gradients may share memory
-                    sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
+                    sums[name] = sums.get(name, 0) + leaf.grad * (valid[index] / valid.sum())
                     leaf.grad = None
-        tables = {
-            x.data_ptr(): now
-            for place, x in held.items()
-            if (now := _list_tensors(objective)[place]) is not x
-        }
+        now = _list_tensors(objective)
+        tables = {x.data_ptr(): now[place] for place, x in held.items() if now[place] is not x}
         promoted, pair = promotion.count if promotion else 0, list(losses)[:2]
         apart = _average({index: losses[index] for index in pair}, valid)
         both = take_parts(manifest, batch, count, *pair).values()
-        notes = tuple(_compare_losses(apart, lambda: objective(*both))) if precise and count > 1 else ()
+        compared = _compare_losses(apart, lambda: objective.find_loss(*both))
+        notes = tuple(compared) if precise and count > 1 else ()
     norm = torch.nn.utils.get_total_norm(sums.values())
-    return StepResult(_average(losses, valid), sums, promoted, notes, float(norm), tables)
+    joined = [dict(_join_outputs(manifest, outputs, replica)) for replica in range(manifest.mesh.data)]
+    return StepResult(_average(losses, valid), sums, promoted, notes, float(norm), joined, tables)
+
+
+def _join_outputs(
+    manifest: Manifest, outputs: Mapping[tuple[str, ...], list[Tensor]], replica: int
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield the outputs of all microbatches of a replica, joined as a call does."""
+    m = manifest.num_microbatches
+    for result in (result for stage in manifest.stages for result in stage.outputs):
+        parts, dim = outputs[result.path][replica * m : (replica + 1) * m], result.batch_dim
+        yield result.path, torch.stack(parts) if dim is None else torch.cat(parts, dim)
 
 
 def _list_tensors(objective: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that are plain attributes of modules, by their places."""
-    attributes = (
-        (f"{path}.{name}", x) for path, m in objective.named_modules() for name, x in vars(m).items()
-    )
-    return {place: x for place, x in attributes if isinstance(x, Tensor)}
+    attributes = ((path, *item) for path, m in objective.named_modules() for item in vars(m).items())
+    return {f"{path}.{name}": x for path, name, x in attributes if isinstance(x, Tensor)}
 
 
 def take_parts(manifest: Manifest, batch: Mapping[str, Tensor], num: int, *indices: int) -> dict[str, Tensor]:

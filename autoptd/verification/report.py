@@ -10,6 +10,11 @@ SHOWN = 5
 LOSS, NORM = "the loss", "the norm of the gradient"  # in `Report.wrong`, beside the names of parameters
 
 
+def compare_numbers(found: float, expected: float) -> float:
+    """Return the relative error of a number."""
+    return abs(found - expected) / max(abs(expected), 1e-300)
+
+
 @dataclass(frozen=True)
 class Report:
     """The errors of a verification, relative: a gradient's largest difference over its largest element.
@@ -18,6 +23,7 @@ class Report:
     `disagreements` say where ranks that must hold the same do not. `further` are the reports of further input shapes;
     `shape` names this one if there are several. `fault` says where in the texts the first wrong value is made. `bounds`
     are the errors that are allowed where the model's own dtype rounds more, under the same names as `errors`.
+    `output_errors` are those of what a call returns besides the loss.
     """
 
     loss: float
@@ -32,11 +38,12 @@ class Report:
     bounds: Mapping[str, float] = field(default_factory=dict)
     norm_error: float = 0.0
     further: tuple[Report, ...] = ()
+    output_errors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss_error(self) -> float:
         """Return the relative error of the loss."""
-        return abs(self.loss - self.reference_loss) / max(abs(self.reference_loss), 1e-300)
+        return compare_numbers(self.loss, self.reference_loss)
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -45,8 +52,8 @@ class Report:
 
     @property
     def errors(self) -> Mapping[str, float]:
-        """Return the errors of the loss, of the norm of the gradient, by which it is clipped, and of each gradient."""
-        return {LOSS: self.loss_error, NORM: self.norm_error, **self.gradient_errors}
+        """Return the errors of the loss, of the norm by which the gradient is clipped, of each gradient and output."""
+        return {LOSS: self.loss_error, NORM: self.norm_error, **self.gradient_errors, **self.output_errors}
 
     @property
     def wrong(self) -> tuple[str, ...]:
@@ -81,6 +88,9 @@ class Report:
             f"  loss {self.loss:.15g}, plain {self.reference_loss:.15g}, relative error {self.loss_error:.1e}",
             f"  {len(self.gradient_errors)} gradients, worst {name or 'none'}: relative error {error:.1e}",
         ]
+        if self.output_errors:
+            worst, error = max(self.output_errors.items(), key=lambda item: _rank(item[1]))
+            lines += [f"  {len(self.output_errors)} outputs, worst {worst[7:]}: relative error {error:.1e}"]
         if not passed:
             lines += [f"    {self.errors[name]:8.1e}  {name}" for name in self.wrong[:SHOWN]]
             lines += [f"    and {len(self.wrong) - SHOWN} more"] if len(self.wrong) > SHOWN else []

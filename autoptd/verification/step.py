@@ -1,6 +1,5 @@
 """Run the whole step of all ranks on this machine in float64, and compare it with the plain model."""
 
-import inspect
 import math
 import os
 import re
@@ -10,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from autoptd.capture.results import find_outputs
 from autoptd.capture.source_lines import short_line, user_line
+from autoptd.passes.ir.products import bound_arguments
 from autoptd.passes.ir.nodes import results_of
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import kernels
@@ -30,10 +32,10 @@ from autoptd.runtime.weights.slices import check_proof
 from autoptd.text.reader import read_texts, text_filename, trace_program
 from autoptd.verification.fault_line import Values, find_first_right, find_first_wrong
 from autoptd.verification.float64 import Promotion, promote
-from autoptd.verification.gradients import StepResult, compare_gradients, join_gradients
+from autoptd.verification.gradients import StepResult, compare_gradients, compare_outputs, join_gradients
 from autoptd.verification.random_inputs import draw_batch, draw_weights
 from autoptd.verification.reference import run_plain, take_parts
-from autoptd.verification.report import LOSS, NORM, Report
+from autoptd.verification.report import LOSS, NORM, Report, compare_numbers
 from autoptd.weights.sources import check_parameters
 
 T = TypeVar("T")
@@ -85,12 +87,8 @@ def verify_program(
         values = {i.name: values[i.name].to(i.dtype) for i in manifest.inputs}
     wide = widen(manifest) if precise else manifest
 
-    def run_alone() -> StepResult:
-        return run_plain(manifest, model, loss_fn, tensors, values, precise)
-
-    def run_divided(watched: dict[int, Values] | None = None) -> list[StepResult]:
-        return _run_ranks(texts, wide, tensors, values, precise, watched)
-
+    run_alone = partial(run_plain, manifest, model, loss_fn, tensors, values, precise)
+    run_divided = partial(_run_ranks, texts, wide, tensors, values, precise)
     # The plain model first: the texts must accept every batch that it accepts.
     plain = _explain(PLAIN, "pass batch= with values that it accepts", values, run_alone)
     anew = {name: plain.tables[x.data_ptr()] for name, x in buffers.items() if x.data_ptr() in plain.tables}
@@ -98,20 +96,22 @@ def verify_program(
     way = "the plain model accepts it: correct the lookup in the text"
     found = _explain("the program", way, values, run_divided)
     own, disagreements = join_gradients(wide, found)
-    notes = _notes(program, manifest, plain.promoted, sum(r.promoted for r in found), anew)
+    expected = [plain.outputs[manifest.mesh.coordinates(rank).data] for rank in range(len(found))]
+    casts = plain.promoted, sum(one.promoted for one in found)
     report = Report(
         loss=found[0].loss,
         reference_loss=plain.loss,
         gradient_errors=compare_gradients(own, plain.gradients),
-        norm_error=abs(found[0].norm - plain.norm) / max(plain.norm, 1e-300),
+        norm_error=compare_numbers(found[0].norm, plain.norm),
+        output_errors=compare_outputs([own.outputs[0] for own in found], expected),
         disagreements=disagreements,
         ranks=manifest.mesh.size,
         seconds=time.perf_counter() - start,
-        notes=(*plain.notes, *notes),
+        notes=(*plain.notes, *_notes(program, manifest, casts, anew)),
         bounds={} if precise else _find_bounds(program, plain, tensors, seed, run_alone),
     )
     # Sums of values in fewer bits are never the same, so that only float64 has a line.
-    return replace(report, fault=_find_fault(report, program, run_alone, run_divided)) if precise else report
+    return replace(report, fault=_find_fault(report, program, manifest, run_alone, run_divided)) if precise else report
 
 
 def _find_bounds(
@@ -132,38 +132,32 @@ def _find_bounds(
             tensors[name] = (x * (1 + step)).to(x.dtype)
     other = run()
     tensors |= kept
-    errors = {LOSS: abs(other.loss - plain.loss) / max(abs(plain.loss), 1e-300)}
-    errors[NORM] = abs(other.norm - plain.norm) / max(plain.norm, 1e-300)
-    errors |= compare_gradients(other.gradients, plain.gradients)
+    errors = compare_gradients(other.gradients, plain.gradients)
+    errors |= compare_outputs(other.outputs, plain.outputs)
+    errors |= {LOSS: compare_numbers(other.loss, plain.loss), NORM: compare_numbers(other.norm, plain.norm)}
     return {name: ROUNDINGS * max(error, rounding) for name, error in errors.items()}
 
 
 def _find_fault(
-    report: Report,
-    program: Program,
-    run_alone: Callable[[], StepResult],
-    run_divided: Callable[[dict[int, Values]], list[StepResult]],
+    report: Report, program: Program, manifest: Manifest, alone: partial[Any], divided: partial[Any]
 ) -> str:
     """Say where the first wrong value is made, if there is one: both run again, and their values are kept."""
     if LOSS not in report.wrong:
         return find_first_right(program, report.wrong)
-    lines: dict[int, Values] = {}
     with Values() as reference:
-        run_alone()
-    run_divided(lines)
-    first = [lines[rank].lines for rank in sorted(lines) if program.mesh.coordinates(rank).data == 0]
-    return find_first_wrong(program, reference.found, first)
+        alone()
+    places = enumerate(map(program.mesh.coordinates, range(program.mesh.size)))
+    first = {rank: Values(text_filename(manifest, at.pipeline)) for rank, at in places if at.data == 0}
+    divided(first)
+    return find_first_wrong(program, reference.found, [watch.lines for watch in first.values()])
 
 
 def check_memory(manifest: Manifest) -> None:
     """Raise ValueError unless all ranks' slices and the plain model fit into memory, each `COPIES` times."""
-    mesh = manifest.mesh
-    plain = sum(prod(p.shape) for p in manifest.parameters.values())
-    slices = sum(
-        prod(p.local_shape(mesh.axes)) * len(manifest.homes(name)) for name, p in manifest.parameters.items()
-    )
-    slices *= mesh.tensor * mesh.data
-    needed = COPIES * torch.float64.itemsize * (plain + slices) + MARGIN
+    mesh, parameters = manifest.mesh, manifest.parameters.items()
+    plain = sum(prod(p.shape) for _, p in parameters)
+    slices = sum(prod(p.local_shape(mesh.axes)) * len(manifest.homes(name)) for name, p in parameters)
+    needed = COPIES * torch.float64.itemsize * (plain + slices * mesh.tensor * mesh.data) + MARGIN
     if needed > (available := available_bytes()):
         raise ValueError(
             f"verify runs all {mesh.size} ranks and the plain model here in float64, which takes about {needed:,} "
@@ -191,7 +185,10 @@ def widen(manifest: Manifest) -> Manifest:
         scales_loss=False,
         inputs=wide(manifest.inputs),
         parameters=dict(zip(manifest.parameters, wide(manifest.parameters.values()), strict=True)),
-        stages=tuple(replace(s, receives=wide(s.receives), sends=wide(s.sends)) for s in manifest.stages),
+        stages=tuple(
+            replace(s, receives=wide(s.receives), sends=wide(s.sends), outputs=wide(s.outputs))
+            for s in manifest.stages
+        ),
     )
 
 
@@ -201,33 +198,30 @@ def _run_ranks(
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
     precise: bool,
-    watched: dict[int, Values] | None = None,
+    watches: Mapping[int, Values] | None = None,
 ) -> list[StepResult]:
-    """Return every rank's step by global rank, run from the functions and the schedule of the texts.
-
-    `watched` gets the sums of the values of each rank.
-    """
+    """Return every rank's step by global rank, run from the texts' functions and schedule; `watches` are of ranks."""
     programs = read_texts(texts, manifest)
     schedule = tuple(program.actions for program in programs)
     cores = torch.get_num_threads()
 
     def step(connection: Connection) -> StepResult:
-        at = connection.rank.coordinates
-        watch = Values(text_filename(manifest, at.pipeline)) if watched is not None else nullcontext()
-        if isinstance(watch, Values) and watched is not None:
-            watched[connection.rank.number] = watch
+        at, watch = connection.rank.coordinates, (watches or {}).get(connection.rank.number, nullcontext())
         with watch, Promotion() if precise else nullcontext() as promotion:
             program = programs[at.pipeline]
             constants = program.constants or (lambda p: {})
             functions = ShapeFunctions(manifest, program.stages, constants, schedule, tensors)
             parallel = Parallel(connection, functions)
             parallel.eval()
-            replica = take_parts(manifest, batch, manifest.mesh.data, at.data)
-            loss = find_loss(manifest.output, parallel(**replica))
+            result = parallel(**take_parts(manifest, batch, manifest.mesh.data, at.data))
+            loss = find_loss(manifest.output, result)
             loss.backward()
             norm = float(parallel.clip_grad_norm_(math.inf))
         gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
-        return StepResult(float(loss.detach()), gradients, promotion.count if promotion else 0, norm=norm)
+        whole = result[1] if manifest.output.separate_loss else result
+        outputs = {path: x.full().detach() for path, x in find_outputs(whole, manifest.output, True).items()}  # type: ignore[attr-defined]
+        promoted = promotion.count if promotion else 0
+        return StepResult(float(loss.detach()), gradients, promoted, (), norm, [outputs])
 
     torch.set_num_threads(max(1, cores // manifest.mesh.size))
     try:
@@ -245,11 +239,9 @@ def _explain(who: str, way: str, batch: Mapping[str, Tensor], run: Callable[[], 
         line = user_line(traceback.extract_tb(error.__traceback__)) or _find_forward_line(run)
         found, what = f"{error}, at {line}", type(error).__name__
         if isinstance(error, IndexError) or "out of bounds" in str(error):
-            held = (
-                f"{name} from {int(x.min())} to {int(x.max())}"
-                for name, x in batch.items()
-                if x.numel() and not x.is_floating_point() and x.dtype is not torch.bool
-            )
+            numbers = {n: x for n, x in batch.items() if x.numel() and not x.is_floating_point()}
+            rows = ((n, x) for n, x in numbers.items() if x.dtype is not torch.bool)
+            held = (f"{name} from {int(x.min())} to {int(x.max())}" for name, x in rows)
             what, way = "looks up a row that does not exist", f"The batch holds {', '.join(held)}; {way}"
         elif re.search(r"\bmeta\b", str(error).lower()):
             what = "reads a tensor on the meta device that is neither a parameter nor a buffer"
@@ -262,10 +254,7 @@ def _explain(who: str, way: str, batch: Mapping[str, Tensor], run: Callable[[], 
 
 def _find_forward_line(run: Callable[[], object]) -> str:
     """Run what failed in its backward again; return the line of the forward that torch says is to blame."""
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        torch.autograd.set_detect_anomaly(True, check_nan=False),
-    ):
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, False):
         warnings.simplefilter("always")
         with suppress(Exception):
             run()
@@ -273,14 +262,13 @@ def _find_forward_line(run: Callable[[], object]) -> str:
     return next((f"{line}, in its backward" for line in lines if line), "a place that torch does not tell")
 
 
-def _notes(program: Program, manifest: Manifest, plain: int, own: int, anew: Iterable[str]) -> Iterator[str]:
+def _notes(program: Program, manifest: Manifest, casts: Sequence[int], anew: Iterable[str]) -> Iterator[str]:
     if tables := ", ".join(anew):
         yield f"the model makes {tables} anew for this dtype; the ranks were given these values too"
     if whole := [i.name for i in manifest.inputs if i.batch_dim is None]:
         yield f"not split over the microbatches, each gets it whole: {', '.join(whole)}"
-    if plain or own:
-        both = f"{plain} in the plain model, {own} in all ranks"
-        yield f"casts to fewer bits were promoted to float64: {both}"
+    if any(casts):
+        yield f"casts to fewer bits were promoted to float64: {casts[0]} in the plain model, {casts[1]} in all ranks"
     if manifest.autocast is not None:
         yield (
             f"so were those of autocast to {str(manifest.autocast).removeprefix('torch.')}; the plain model ran "
@@ -291,7 +279,5 @@ def _notes(program: Program, manifest: Manifest, plain: int, own: int, anew: Ite
 
 
 def _drops(node: fx.Node) -> bool:
-    if not getattr(node.target, "__module__", "").startswith(kernels.__name__):
-        return False
-    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    return bool(given.arguments.get("p"))
+    ours = getattr(node.target, "__module__", "").startswith(kernels.__name__)
+    return ours and bool(bound_arguments(node).get("p"))

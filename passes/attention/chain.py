@@ -13,10 +13,9 @@ from torch import Tensor, fx
 
 from autoptd.passes.attention.products import Product, Result, Step, call_name, read_result, read_scores
 from autoptd.passes.ir.nodes import called, shape_of
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait, strip
+from autoptd.passes.operators.table import Trait, has_trait, strip
 from autoptd.runtime import kernels
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 
 Number = Callable[[Any], "float | None"]
 SHAPED = Trait.RESHAPES | Trait.LAYS_OUT

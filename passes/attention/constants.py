@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.names import free_name, operator_word
-from autoptd.passes.ir.node_info import describe, info
-from autoptd.passes.ir.nodes import is_lifted, name_arguments
+from autoptd.passes.ir.nodes import describe, info, is_lifted, name_arguments
 from autoptd.passes.ir.program import Stage, constants_graph, constants_made, copy_graph
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
 from autoptd.runtime.program.placement import Parameter

@@ -18,8 +18,7 @@ from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.products import Step
 from autoptd.passes.ir.nodes import called
 from autoptd.passes.normal_form.constant_masks import buffers_under
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
 
 

@@ -19,8 +19,7 @@ from autoptd.passes.attention.rewriting import Rewriter, find_groups
 from autoptd.passes.cost.work import describe_saving
 from autoptd.passes.ir.nodes import argument, called, shape_of, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait, rules_of
+from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten, kernels
 
 

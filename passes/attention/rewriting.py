@@ -13,15 +13,12 @@ from autoptd.passes.attention.chain import Chain, read_scale
 from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.masks import Mask, Masks
 from autoptd.passes.attention.products import Factor, Result, Step
-from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import rename_nodes
-from autoptd.passes.ir.node_info import change_info, describe, info
-from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, describe, info, shape_of
 from autoptd.passes.ir.program import Program, Stage
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, kernels
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 
 _MOVES = Trait.RESHAPES | Trait.PERMUTES | Trait.LAYS_OUT
 _FLASH_SIZE = 256  # the largest head that torch's flash attention takes

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import wants_gradient
+from autoptd.passes.ir.nodes import info, wants_gradient
 from autoptd.passes.ir.program import Stage, recomputed_groups, tensor_bytes, values_taken
 from autoptd.passes.operators.quantities import Number, Sizes, tensor_arguments
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.precision import widen
+from autoptd.runtime.kernels.operands import widen
 from autoptd.runtime.kernels.vocabulary import keeps_softmax, leaves_to_torch
 from autoptd.runtime.program.mesh import Mesh
 

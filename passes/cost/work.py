@@ -15,8 +15,7 @@ from autoptd.passes.ir.gradients import may_be_trained
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators import quantities
 from autoptd.passes.operators.quantities import Product, Sizes, Value, Work, local_sizes
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait, rules_of
+from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten
 
 __all__ = ["Product", "Work", "backward_work", "forward_work", "is_free"]

@@ -13,7 +13,7 @@ from autoptd.passes.fusion.patterns import Call, Match, both_orders, is_call, is
 from autoptd.passes.ir.nodes import argument, name_arguments, shape_of
 from autoptd.passes.ir.views import read_cut
 from autoptd.runtime import aten, kernels
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 
 
 def match_layer_norm(node: fx.Node) -> Match | None:

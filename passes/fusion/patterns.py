@@ -9,8 +9,7 @@ from torch import fx
 
 from autoptd.passes.ir.nodes import shape_of
 from autoptd.passes.ir.products import MatrixProduct, read_product
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
 
 

@@ -18,16 +18,13 @@ from autoptd.passes.fusion import matches, patterns
 from autoptd.passes.fusion.activations import ANALYTIC, KNOWN, match_activation
 from autoptd.passes.fusion.patterns import Call, Match, alike, is_call, is_reshape, is_single
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import operator_word, rename_nodes
-from autoptd.passes.ir.node_info import change_info, describe, info
-from autoptd.passes.ir.nodes import operator_name, shape_of
+from autoptd.passes.ir.nodes import Propagation, change_info, describe, info, operator_name, shape_of
 from autoptd.passes.ir.products import find_factors, read_product
 from autoptd.passes.ir.program import Program, Stage, copy_graph
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import OPERATORS
+from autoptd.passes.operators.table import OPERATORS, Trait
 from autoptd.runtime import aten, kernels
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 from autoptd.runtime.program.placement import REPLICATED
 
 NEAR = 8  # GEMMs allowed within a chain: branches of one layer wait for each other
@@ -177,6 +174,22 @@ def _half_linear(node: fx.Node) -> Match | None:
     return Match(Call(kernels.linear, (product.x, *product.parameters), node, options))
 
 
+def _add_linear(node: fx.Node) -> Match | None:
+    """Match total + linear(x, weight) * scale of fewer inputs than outputs, whose result takes longer than its sums."""
+    found: dict[int, Match] = {}
+    for term, total in patterns.both_orders(node) if patterns.plain_add(node) else ():
+        scaled = is_call(term, aten.mul.Tensor) and isinstance(term.args[1], (int, float))
+        inner, scale = term.args if scaled else (term, 1.0)
+        product = read_product(inner) if is_single(term) and is_single(inner) else None
+        if product is None or product.bias is not None or inner.kwargs or len(shape_of(product.weight)) != 2:
+            continue
+        if (width := shape_of(product.x)[-1]) < shape_of(inner)[-1]:
+            options = {"transposed": True} if product.transposed else {}
+            call = Call(kernels.add_linear, (total, *product.factors, float(scale)), node, options)
+            found[width] = Match(call, {term, inner})
+    return found[min(found)] if found else None
+
+
 def _half_embedding(node: fx.Node) -> Match | None:
     """Match a lookup in a table in half precision, to whose sum a GPU adds the gradients of rows."""
     return Match(Call(kernels.lookup, node.args, node)) if _is_half_parameter(node.args[0]) else None
@@ -292,6 +305,7 @@ RULES: Sequence[Rule] = (
     ((kernels.dropout,), _dropout_bias),
     (_ADDED_NORMS, _norm_before_reshape),
     (_ADDED_NORMS, _add_norm),
+    ((aten.add.Tensor,), _add_linear),
     ((aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default), _half_linear),
     ((aten.embedding.default,), _half_embedding),
 )

@@ -4,8 +4,7 @@ from collections.abc import Container, Iterable
 
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import has_gradients, walk, wants_gradient
+from autoptd.passes.ir.nodes import has_gradients, info, walk, wants_gradient
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime import aten
 

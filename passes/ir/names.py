@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.node_info import describe, info
+from autoptd.passes.ir.nodes import describe, info
 
 _INDEX = re.compile(r"_(\d+)(?=_|$)")
 _Copies = dict[fx.Node, fx.Node]

@@ -1,15 +1,122 @@
-"""Reading a node: its call's arguments, its shape, its place in the user's code."""
+"""A node of a graph: what passes know about it, its call's arguments, and its value on the meta device."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import isfunction, signature
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
-from autoptd.passes.ir.node_info import info
 from autoptd.runtime import kernels
+from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
+from autoptd.runtime.program.manifest import Result
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import REPLICATED, Placement
+
+_KEY = "info"
+Role = Literal["rank", "input", "boundary"]
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """The facts about one node besides ``node.meta["val"]``, torch's own key for its meta tensor(s).
+
+    - `path`: the path of the module that calls it, as the user knows it ("h.0.attn"), and `line` of its code
+      ("gpt.py:52"); either may be empty.
+    - `role` of a placeholder: the "rank", a batch "input", or a value from the stage before ("boundary").
+    - `requires_grad` of a boundary: whether a gradient goes back; None where its dtype decides.
+    - `placement` of the value on the mesh axes; of several results a tuple of these.
+    - `layer`: the stack of layers that the call belongs to, and the number of the layer in it.
+    - `recompute`: the label of the group that the backward computes again; None where the result is kept.
+    - `region`: the graph of a higher-order operator, in a captured graph only.
+    - `name`: the name that `rename_nodes` gives the node; empty where it has that already.
+    - `items`: the positions in the order before fusion that the call stands for, and `value` that of its result.
+    - `outputs` of the output node: what its last results are, those that a call returns besides the loss.
+    """
+
+    path: str = ""
+    line: str = ""
+    role: Role | None = None
+    requires_grad: bool | None = None
+    placement: Placement | tuple[Placement, ...] = REPLICATED
+    layer: tuple[int, int] | None = None
+    recompute: str | None = None
+    region: fx.Graph | None = None
+    name: str = ""
+    items: tuple[int, ...] = ()
+    value: int | None = None
+    outputs: tuple[Result, ...] = ()
+
+    @property
+    def place(self) -> NodeInfo:
+        """Nothing but the place in the user's code."""
+        return NodeInfo(self.path, self.line)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement of each result."""
+        return (self.placement,) if isinstance(self.placement, Placement) else self.placement
+
+    @property
+    def is_divided(self) -> bool:
+        return any(placement.is_divided for placement in self.placements)
+
+    @property
+    def is_partial(self) -> bool:
+        return any(placement.is_partial for placement in self.placements)
+
+    @property
+    def has_partial_gradient(self) -> bool:
+        return any(placement.has_partial_gradient for placement in self.placements)
+
+    def at(self, other: NodeInfo) -> NodeInfo:
+        """Return the same facts at the place of `other` in the user's code: one heading for several results."""
+        return replace(self, path=other.path, line=other.line)
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """Return what the compiler knows about `node`. Raises KeyError for a node that no pass described."""
+    found: NodeInfo = node.meta[_KEY]
+    return found
+
+
+def require_info(graph: fx.Graph, at: str) -> None:
+    """Raise ValueError if a node of `graph` has no `NodeInfo` or no meta tensor; `at` names the graph."""
+    for node in graph.nodes:
+        if _KEY not in node.meta or "val" not in node.meta:
+            raise ValueError(
+                f"{at}: nothing is known about {node.format_node()}; expected every node to be described by the pass "
+                "that writes it (passes.ir.nodes.describe)"
+            )
+
+
+def require_reduced(graph: fx.Graph, at: str) -> None:
+    """Raise ValueError if a partial sum is read by a call that is neither partial itself nor a collective."""
+    for node in graph.nodes:
+        for user in node.users if info(node).is_partial else ():
+            collective = getattr(user.target, "__module__", "").startswith("autoptd.runtime.collectives")
+            if not (collective or info(user).is_partial):
+                raise ValueError(
+                    f"{at}: {user.format_node()} reads {node}, whose terms are not summed over the tensor ranks; "
+                    "expected an all-reduce between the two"
+                )
+
+
+def describe(node: fx.Node, val: Any, about: NodeInfo, **changes: Any) -> None:
+    """Set the ``meta`` of `node`: its meta tensor(s) `val`, and `about` with `changes`."""
+    node.meta = {"val": val, _KEY: replace(about, **changes) if changes else about}
+
+
+def change_info(node: fx.Node, **changes: Any) -> None:
+    """Replace fields of what the compiler knows about `node`."""
+    node.meta[_KEY] = replace(info(node), **changes)
 
 
 def refuse_random(node: fx.Node, target: Any) -> None:
@@ -61,9 +168,9 @@ def as_results(node: fx.Node, found: Iterable[Any]) -> Any:
 
 
 def has_gradients(value: object) -> bool:
-    """Return whether such a result, or the first of several, can have a gradient: floating or complex numbers."""
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    return isinstance(first, torch.Tensor) and (first.is_floating_point() or first.is_complex())
+    """Return whether such a result, or one of several, can have a gradient: floating or complex numbers."""
+    results = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in results)
 
 
 def wants_gradient(node: fx.Node) -> bool:
@@ -111,8 +218,10 @@ def aten_name(target: Any) -> str:
 
 
 def operator_name(target: Any) -> str:
-    """Return the key of an operator's rules: "aten.linear", "kernels.dropout", "mylib.op"."""
+    """Return the key of an operator's rules: "aten.linear", "kernels.dropout", "mylib.op", "module:Class"."""
     packet = getattr(target, "overloadpacket", target)
+    if isinstance(packet, AutogradFunction):
+        return packet.path
     if isinstance(packet, OpOverloadPacket):
         return str(packet)
     name: str = target.__name__
@@ -123,3 +232,49 @@ def called(node: fx.Node) -> str:
     """Return the call's name in messages, alike in all layers: "aten.cumsum (gpt.py:52)"."""
     line = info(node).line
     return operator_name(node.target) + (f" ({line})" if line else "")
+
+
+Key = tuple[Any, ...]
+
+
+@cache
+def _operator_place(target: Any) -> int | None:
+    """Return the position of the operator's number among the arguments of a kernel; None if it has none."""
+    names = list(signature(target).parameters) if isfunction(target) else []
+    return names.index("operator") if "operator" in names else None
+
+
+def shaping_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """Return the arguments of a call without the number of a dropout, which says nothing about shapes or costs."""
+    place = _operator_place(node.target)
+    return node.args if place is None else (*node.args[:place], *node.args[place + 1 :])
+
+
+class Propagation:
+    """Runs nodes on their arguments' ``meta["val"]``; equal calls of repeated layers share one result."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank = Rank.local(mesh)
+        self.known: dict[Key, Any] = {}
+
+    def run(self, node: fx.Node) -> Any:
+        """Return the meta value of a ``call_function`` node, from its arguments' values."""
+        key = node.target, self._key((shaping_arguments(node), tuple(sorted(node.kwargs.items()))))
+        if key not in self.known:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
+            with torch.no_grad():
+                self.known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self.known[key]
+
+    def _value(self, node: fx.Node) -> Any:
+        return self.rank if info(node).role == "rank" else node.meta["val"]
+
+    def _key(self, value: Any) -> Key:
+        if isinstance(value, fx.Node):
+            found = self._value(value)
+            return ("rank",) if found is self.rank else self._key(found)
+        if isinstance(value, torch.Tensor):
+            return (tuple(value.shape), value.stride(), value.dtype)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._key(v) for v in value)
+        return (type(value), value if value.__hash__ else str(value))

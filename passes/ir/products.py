@@ -59,7 +59,8 @@ class MatrixProduct:
 
 def read_products(node: fx.Node) -> tuple[MatrixProduct, ...]:
     """Return the products of two tensors that a call computes: one, several of `copied_linears`, or none."""
-    if node.target in (kernels.linear, kernels.linear_gelu, kernels.split_linear, *collectives.COPIED):
+    ours = (kernels.add_linear, kernels.linear, kernels.linear_gelu, kernels.split_linear)
+    if node.target in (*ours, *collectives.COPIED):
         return _read_ours(node, bound_arguments(node))
     given: Any = node.args
     match aten_name(node.target):
@@ -100,7 +101,7 @@ def bound_arguments(node: fx.Node) -> Mapping[str, Any]:
 def _read_ours(node: fx.Node, given: Mapping[str, Any]) -> tuple[MatrixProduct, ...]:
     contracted = 0 if given.get("transposed", False) else 1
     if "weights" not in given:
-        bias, sections = given.get("bias"), given.get("sections")
+        bias, sections = given.get("bias", given.get("total")), given.get("sections")
         return (MatrixProduct(node, given["x"], given["weight"], bias, contracted, sections),)
     biases = given.get("biases") or [None] * len(given["weights"])
     return tuple(

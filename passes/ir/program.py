@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.autocast import Autocast
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import nodes_in, walk
+from autoptd.passes.ir.nodes import info, nodes_in, walk
 from autoptd.runtime.program.manifest import Fixed, Input, Output
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
@@ -99,6 +98,14 @@ def constants_graph(made: Mapping[str, Any]) -> fx.Graph:
     if made:
         graph.output(fx.map_arg(dict(made), values.__getitem__))
     return graph
+
+
+def split_results(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the results of a stage: what it sends on, or the loss, and what a call returns besides that."""
+    output = graph.output_node()
+    results = nodes_in(output.args[0])
+    count = len(results) - len(info(output).outputs)
+    return results[:count], results[count:]
 
 
 def recomputed_groups(graph: fx.Graph) -> list[list[fx.Node]]:

@@ -1,13 +1,11 @@
-"""Views and cuts, read from the calls that compute them, and the memory that operators copy for want of a view."""
+"""Views and cuts, read from the calls that compute them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from autoptd.passes.ir.nodes import argument, operator_name, results_of, shape_of, where
-from autoptd.passes.ir.program import tensor_bytes
 
 
 def read_dim(node: fx.Node, position: int, rank: int) -> int:
@@ -100,32 +98,3 @@ def read_cut(node: fx.Node) -> Cut:
 
 
 # Memory that is copied, because values lie in it as they do
-
-
-def is_view(x: Tensor, shape: Sequence[int]) -> bool:
-    """Return whether `x` can be viewed as `shape` without a copy."""
-    if x.is_contiguous():
-        return True
-    try:
-        x.view(tuple(shape))
-    except RuntimeError:
-        return False
-    return True
-
-
-def is_matrix(x: Tensor) -> bool:
-    """Return whether a matrix product can read the last two dimensions as they lie."""
-    if x.dim() < 2:
-        return x.stride(-1) == 1
-    (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
-    if columns == 1 or rows == 1:
-        return column == 1 or row == 1 or columns == rows
-    return (column == 1 and row >= columns) or (row == 1 and column >= rows)
-
-
-def float_bytes(x: Tensor) -> int:
-    return tensor_bytes(x) if x.is_floating_point() else 0
-
-
-def contiguous_copies(given: Sequence[Any], value: Any) -> int:
-    return 0 if given[0].is_contiguous() else float_bytes(given[0])

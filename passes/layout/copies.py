@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait, rules_of
+from autoptd.passes.ir.nodes import Propagation, info
+from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime.program.mesh import Mesh
 
 

@@ -9,13 +9,10 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import describe, info
-from autoptd.passes.ir.nodes import aten_name, shape_of
+from autoptd.passes.ir.nodes import Propagation, aten_name, describe, info, shape_of
 from autoptd.passes.ir.products import read_product, read_products
 from autoptd.passes.ir.views import read_cut
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.mesh import Mesh
 

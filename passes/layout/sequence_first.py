@@ -6,6 +6,8 @@ heads and back absorb the exchange, and the loss sees rows and labels in the sam
 it, the exchange is undone in front of it and the bytes that this copies are counted.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +73,11 @@ def _run(writer: LayoutWriter) -> fx.Graph:
     for node in writer.source.nodes:
         writer.current = node
         if node.op == "output":
-            writer.graph.output(fx.map_arg(node.args[0], writer.restore)).meta = dict(node.meta)
+            known = set(writer.graph.nodes)
+            results = fx.map_arg(node.args[0], writer.restore)
+            for new in [new for new in writer.graph.nodes if new not in known]:
+                new.all_input_nodes[0].append(new)  # in the stage that makes the value
+            writer.graph.output(results).meta = dict(node.meta)
         elif node.op == "call_function":
             _rewrite(writer, node)
         else:

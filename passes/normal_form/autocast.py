@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.autocast import KERNELS, Autocast, Policy
+from autoptd.passes.ir.autograd_functions import find_cast, find_operations
 from autoptd.passes.ir.nodes import name_arguments, nodes_in, where
 from autoptd.passes.normal_form.writer import Writer, is_mutation
 from autoptd.runtime import aten
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 
 
 def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enabled: bool) -> Autocast | None:
@@ -41,13 +43,16 @@ def cast_arguments(
     refuses under autocast.
     """
     policy = state.policy(node.target)
-    eligible = {n for n in nodes_in((args, kwargs)) if _is_eligible(n.meta["val"])}
+    eligible = {n for n in nodes_in((args, kwargs)) if is_eligible(n.meta["val"])}
     if policy == "sum":
         named = name_arguments(node.target, args, kwargs)
         eligible = eligible & {args[0]} if named.get("dtype") is None else set()
-    if policy is None or not eligible:
+    if isinstance(node.target, AutogradFunction) and state.enabled:
+        dtype = _choose_cast(state, node, node.target, args)
+    elif policy is None or not eligible:
         return args, kwargs
-    dtype = _choose_dtype(policy, state, node, {n.meta["val"].dtype for n in eligible})
+    else:
+        dtype = _choose_dtype(policy, state, node, {n.meta["val"].dtype for n in eligible})
 
     def read(source: fx.Node) -> fx.Node:
         if dtype is None or source not in eligible or source.meta["val"].dtype == dtype:
@@ -82,7 +87,23 @@ def _choose_dtype(
     return None if policy == "inside" or (policy == "widest" and len(dtypes) == 1) else torch.float32
 
 
-def _is_eligible(value: object) -> bool:
+def _choose_cast(
+    state: Autocast, node: fx.Node, function: AutogradFunction, args: tuple[Any, ...]
+) -> torch.dtype | None:
+    """Return the dtype to which the user's function casts its arguments; ValueError where autocast acts inside it."""
+    if (dtype := find_cast(function, state.device)) is not None:
+        return dtype
+    for own in find_operations(function, args)[0]:
+        if state.policy(own.operator) is not None or not (own.elementwise or own.operator.is_view):
+            raise ValueError(
+                f"{where(node)}: under autocast torch casts inside {function.path} ({own.operator}), and a program "
+                "writes casts out: let the function cast its arguments, with @torch.amp.custom_fwd(device_type="
+                f"{state.device!r}, cast_inputs=...) on its forward and custom_bwd on its backward"
+            )
+    return None
+
+
+def is_eligible(value: object) -> bool:
     """Return whether autocast may cast a value: floating and not float64."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 

@@ -9,8 +9,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import is_lifted, walk
 from autoptd.passes.operators.proof import elementwise
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait, rules_of
+from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten
 
 _BLOCK = 1 << 26  # mask elements computed at once

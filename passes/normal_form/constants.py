@@ -12,8 +12,7 @@ from autoptd.passes.ir.names import free_name, live_nodes
 from autoptd.passes.ir.nodes import argument, is_lifted, where
 from autoptd.passes.ir.program import Program, Stage, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import rules_of, strip
+from autoptd.passes.operators.table import Trait, rules_of, strip
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 

@@ -15,13 +15,13 @@ from torch import fx
 from autoptd.passes.ir.autocast import Autocast
 from autoptd.passes.ir.gradients import find_reached
 from autoptd.passes.ir.names import name_nodes
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import refuse_random, where
+from autoptd.passes.ir.nodes import info, nodes_in, refuse_random, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.normal_form.autocast import cast_arguments, describe_result, enter_region
 from autoptd.passes.normal_form.operator_rewrites import rewrite
 from autoptd.passes.normal_form.writer import Call, Cell, Storage, functional_twin, is_mutation, refuse_owned
 from autoptd.runtime import aten
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.placement import Parameter
 
 _DEVICE_ARGUMENTS = ("device", "pin_memory", "layout", "non_blocking")
@@ -74,8 +74,9 @@ class Normalizer(Storage):
     def visit(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
         """Rewrite one node; `values` maps the region's nodes to what they became."""
         if node.op == "output":
-            result = fx.map_arg(node.args[0], lambda n: self.read(values[n]))
-            self.graph.output(result).meta = dict(node.meta)
+            loss, *outputs = nodes_in(node.args[0])
+            results = [self.read(values[loss]), *(self._read_output(values[n]) for n in outputs)]
+            self.graph.output(tuple(results) if outputs else results[0]).meta = dict(node.meta)
         elif node.op == "placeholder" or (node.op == "get_attr" and info(node).region is None):
             copied = self.graph.node_copy(node)
             copied.meta = node.meta
@@ -134,6 +135,8 @@ class Normalizer(Storage):
             return
         if scope.autocast is not None:
             args, kwargs = cast_arguments(scope.autocast, node, args, kwargs, self)
+        if isinstance(target, AutogradFunction):
+            args = (self.rank, *args)
         meta = describe_result(scope.autocast, node, target, args, kwargs)
         values[node] = self.derive(node, rewrite(target, Call(self, node, args, kwargs, meta)), values)
 
@@ -165,6 +168,13 @@ class Normalizer(Storage):
         if node not in self._detached:
             self._detached[node] = self.emit(aten.detach.default, (node,), node.meta)
         return self._detached[node]
+
+    def _read_output(self, tensor: Any) -> fx.Node:
+        """Return a value that a call returns besides the loss, without a gradient, made as soon as the value is."""
+        source, node = self.read(tensor), self._read_detached(tensor)
+        if node is not source:
+            source.append(node)
+        return node
 
     def idle_parameters(self) -> list[str]:
         """Return the parameters that want a gradient and get none from the loss."""

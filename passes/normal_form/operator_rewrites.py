@@ -5,10 +5,12 @@ from collections.abc import Callable
 from string import ascii_letters
 from typing import Any
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.nodes import refuse_random, where
+from autoptd.passes.normal_form import loss_rewrites
 from autoptd.passes.normal_form.writer import Call
 from autoptd.runtime import aten, kernels
 
@@ -94,7 +96,7 @@ def _repeat(call: Call) -> fx.Node | None:
     steps = ((aten.reshape.default, opened), (aten.expand.default, tiled), (aten.reshape.default, whole))
     for target, groups in steps:
         shape = [size for group in groups for size in group]
-        x = _derive(call, target, x, shape) if shape != list(x.meta["val"].shape) else x
+        x = call.derive(target, x, shape) if shape != list(x.meta["val"].shape) else x
     return x
 
 
@@ -113,19 +115,16 @@ def _chunk(call: Call) -> fx.Node | None:
     return call.emit(aten.split.Tensor, call.source, call.val[0].shape[dim], dim)
 
 
-def _transpose(call: Call) -> fx.Node | None:
-    dims = call.given.dim()
-    if dims < 2:
-        return call.source
-    if dims == 2:
-        return call.emit(aten.transpose.int, call.source, 0, 1)
-    return call.emit(aten.permute.default, call.source, list(reversed(range(dims))))
-
-
-def _matrix_transpose(call: Call) -> fx.Node | None:
+def _permute(call: Call) -> fx.Node | None:
+    """Write an operator that moves dimensions as ``transpose`` or ``permute``, from what becomes of different sizes."""
     if call.val.is_complex():
         return None
-    return call.emit(aten.transpose.int, call.source, call.given.dim() - 2, call.given.dim() - 1)
+    twin = torch.empty([*range(call.given.dim())], device="meta")
+    order = list(call.node.target(twin, *call.args[1:], **call.kwargs).shape)  # type: ignore[operator]
+    moved = [d for d, source in enumerate(order) if d != source]
+    if len(moved) == 2:
+        return call.emit(aten.transpose.int, call.source, *moved)
+    return call.emit(aten.permute.default, call.source, order) if moved else call.source
 
 
 def _neutral(value: int) -> Rule:
@@ -150,6 +149,24 @@ def _matmul(call: Call) -> fx.Node | None:
     return call.emit(aten.linear.default, call.source, other.args[0])
 
 
+def _linear(call: Call) -> fx.Node | None:
+    """Write the product of an identity with a weight as the weight transposed (DoRA)."""
+    if call.source.target is not aten.eye.default or call.argument("bias") is not None:
+        return None
+    return call.emit(aten.transpose.int, call.args[1], 0, 1)
+
+
+def _norm(call: Call) -> fx.Node | None:
+    """Write the 2-norm over one dimension by a sum, which may be divided: of what has no gradient, a root's not being 0
+    at 0."""
+    dim, options = call.argument("dim"), [call.argument(name) for name in ("ord", "dtype")]
+    if call.source in call.writer.trained or options not in ([None, None], [2, None]) or len(dim or ()) != 1:
+        return None
+    squares = call.derive(aten.mul.Tensor, call.source, call.source)
+    total = call.derive(aten.sum.dim_IntList, squares, dim, call.argument("keepdim"))
+    return call.emit(aten.sqrt.default, total)
+
+
 def _einsum(call: Call) -> fx.Node:
     """Write letters for "...", and several products one by one: along the path, or the first two, their result last."""
     equation, operands = str(call.args[0]).replace(" ", ""), call.args[1]
@@ -170,7 +187,7 @@ def _einsum(call: Call) -> fx.Node:
         read = result + "".join(group for group, _ in pending)
         kept = "".join(letter for letter in dict.fromkeys(first[0] + second[0]) if letter in read)
         product = f"{first[0]},{second[0]}->{kept}"
-        pending.append((kept, _derive(call, aten.einsum.default, product, [first[1], second[1]])))
+        pending.append((kept, call.derive(aten.einsum.default, product, [first[1], second[1]])))
     product = ",".join(group for group, _ in pending) + f"->{result}"
     return call.emit(aten.einsum.default, product, [x for _, x in pending])
 
@@ -193,7 +210,7 @@ def _concatenate(call: Call) -> fx.Node | None:
     if len(filled) in (0, len(sources)):
         return None
     dtype = call.val.dtype
-    filled = [x if x.meta["val"].dtype == dtype else _derive(call, aten.to.dtype, x, dtype) for x in filled]
+    filled = [x if x.meta["val"].dtype == dtype else call.derive(aten.to.dtype, x, dtype) for x in filled]
     return call.emit(aten.cat.default, filled, *dim) if len(filled) > 1 else filled[0]
 
 
@@ -221,30 +238,24 @@ def _attention(call: Call) -> fx.Node | None:
     scale = 1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else scale
     options = {"is_causal": True} if is_causal else {}
     options |= {"scale": scale, "p": p, "operator": call.writer.next_dropout()}
-    scores = _derive(call, aten.matmul.default, q, _derive(call, aten.transpose.int, k, -2, -1))
+    scores = call.derive(aten.matmul.default, q, call.derive(aten.transpose.int, k, -2, -1))
     if mask in call.writer.trained:
         # A mask gets no gradient in the kernel, which gets only the hidden keys.
-        scores = _derive(call, aten.add.Tensor, _derive(call, aten.mul.Tensor, scores, scale), mask)
-        mask, options["scale"] = _derive(call, aten.ne.Scalar, mask, -math.inf), 1.0
+        scores = call.derive(aten.add.Tensor, call.derive(aten.mul.Tensor, scores, scale), mask)
+        mask, options["scale"] = call.derive(aten.ne.Scalar, mask, -math.inf), 1.0
     masks = () if mask is None else (mask,)
     meta = {**call.meta, "val": scores.meta["val"]}
     weights = call.writer.emit(kernels.scaled_softmax, (call.writer.rank, scores, *masks), meta, options)
     return call.emit(aten.matmul.default, weights, v)
 
 
-def _derive(call: Call, target: Any, *args: Any) -> fx.Node:
-    """Append a further call of the rewrite; its result's shape and dtype are found on the meta device."""
-    val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-    return call.writer.emit(target, args, {**call.meta, "val": val})
-
-
 def _repeat_heads(call: Call, x: fx.Node) -> fx.Node:
     """Repeat each key/value head of x [b, g, s, a] as often as query heads share it, neighbours together."""
     b, g, s, a = x.meta["val"].shape
     times = call.given.shape[1] // g
-    x = _derive(call, aten.reshape.default, x, [b, g, 1, s, a])
-    x = _derive(call, aten.expand.default, x, [b, g, times, s, a])
-    return _derive(call, aten.reshape.default, x, [b, g * times, s, a])
+    x = call.reshape(x, [b, g, 1, s, a])
+    x = call.derive(aten.expand.default, x, [b, g, times, s, a])
+    return call.reshape(x, [b, g * times, s, a])
 
 
 # Operators with two names in torch: the other one, and the one that passes know.
@@ -280,8 +291,12 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.flatten.using_ints, aten.unflatten.int), _reshape),
     **dict.fromkeys((aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
     **dict.fromkeys((aten.expand.default, aten.expand_as.default), _shaped(aten.expand.default)),
-    **dict.fromkeys((aten.t.default, aten.numpy_T.default), _transpose),
-    **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _matrix_transpose),
+    **dict.fromkeys((aten.t.default, aten.numpy_T.default, aten.movedim.int, aten.movedim.intlist), _permute),
+    **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _permute),
+    **dict.fromkeys((aten.moveaxis.int, aten.moveaxis.intlist), _permute),
+    **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss_nd.default), loss_rewrites.write_loss),
+    aten.kl_div.default: loss_rewrites.write_kl_div,
+    aten.index.Tensor: loss_rewrites.write_index,
     aten.repeat.default: _repeat,
     aten.rrelu.default: _rrelu,
     aten.slice.Tensor: _slice,
@@ -293,6 +308,8 @@ RULES: dict[Any, Rule] = {
     aten.mul.Tensor: _neutral(1),
     aten.add.Tensor: _neutral(0),
     aten.matmul.default: _matmul,
+    aten.linear.default: _linear,
+    aten.linalg_norm.default: _norm,
     aten.einsum.default: _einsum,
     aten.tensordot.default: _tensordot,
     aten.cat.default: _concatenate,

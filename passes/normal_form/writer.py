@@ -13,11 +13,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.gradients import may_be_trained
-from autoptd.passes.ir.node_info import NodeInfo, describe
-from autoptd.passes.ir.nodes import name_arguments, where
-from autoptd.passes.ir.views import is_view
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.ir.nodes import NodeInfo, describe, name_arguments, where
+from autoptd.passes.ir.strides import is_view
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
 
 
@@ -82,6 +80,15 @@ class Call:
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Write a call of `target` in its place."""
         return self.writer.emit(target, args, self.meta, kwargs)
+
+    def derive(self, target: Any, *args: Any) -> fx.Node:
+        """Append a further call of the rewrite; its result's shape and dtype are found on the meta device."""
+        val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return self.writer.emit(target, args, {**self.meta, "val": val})
+
+    def reshape(self, x: fx.Node, shape: list[int]) -> fx.Node:
+        """Append a reshape; return what has that shape as it is."""
+        return x if list(x.meta["val"].shape) == shape else self.derive(aten.reshape.default, x, shape)
 
 
 # Memory: in-place operators make new values, and views of written memory are taken again
@@ -201,7 +208,7 @@ def refuse_owned(cell: Cell, node: fx.Node) -> None:
         raise ValueError(
             f"{where(node)}: forward writes to {cell.owner!r}, a parameter or buffer; changing it in the step is not "
             "supported. Keep it constant, or update it outside forward; if only the first call fills it, make that "
-            "call before compile"
+            "call before compile; if it is a cache of earlier tokens, call forward without it"
         )
 
 

@@ -20,16 +20,18 @@ class AxisMap:
     """The axes of every value in a one-stage graph.
 
     `axes[node]` has one `Axis` per dimension of each result; `contractions[node]` is the axis that a node sums over;
-    `heads` pairs each attention with its heads dimension. The attentions in `replicated_kv` have keys and values with
-    too few heads to divide: every tensor rank computes all of these and takes its own. `kv_heads` has their heads
-    dimension, by attention and argument. `weights` are parameters, perhaps transposed or viewed; `learned` values
-    depend on parameters, and those in `batch` on the batch.
+    `classes` are those that a lookup, a softmax or a loss contracts. `heads` pairs each attention with its heads
+    dimension. The attentions in `replicated_kv` have keys and values with too few heads to divide: every tensor rank
+    computes all of these and takes its own. `kv_heads` has their heads dimension, by attention and argument. `weights`
+    are parameters, perhaps transposed or viewed; `learned` values depend on parameters, and those in `batch` on the
+    batch.
     """
 
     tensor: int
     replicated_kv: frozenset[fx.Node] = frozenset()
     axes: dict[fx.Node, tuple[ax.Axes, ...]] = field(default_factory=dict)
     contractions: dict[fx.Node, ax.Axis] = field(default_factory=dict)
+    classes: list[ax.Axis] = field(default_factory=list)
     heads: list[tuple[fx.Node, ax.Axis]] = field(default_factory=list)
     kv_heads: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)
     rank: fx.Node | None = None
@@ -59,6 +61,25 @@ class AxisMap:
         for leaf in [leaf for axis in axes for leaf in ax.leaves(axis) if leaf.copied]:
             ax.block(leaf, f"{called(node)} sums over copies of a value")
         self.contractions[node] = axes[0]
+
+    def contract_classes(self, node: fx.Node, axis: ax.Axis, reason: str = "") -> None:
+        """Record that `node` reduces an axis of classes, which may be divided; block one that an input has first."""
+        own, inputs = set(ax.leaves(axis)), (self.leaves_of(source) for source in self.inputs)
+        if reason and not self.is_of_classes(axis) and any(not own.isdisjoint(leaves) for leaves in inputs):
+            ax.block(axis, f"{called(node)} {reason}")
+        else:
+            self.sum_over(node, axis)
+            self.classes.append(axis)
+
+    def is_of_classes(self, axis: ax.Axis) -> bool:
+        own = set(ax.leaves(axis))
+        return any(not own.isdisjoint(ax.leaves(each)) for each in self.classes)
+
+    def is_soft_label(self, source: fx.Node, axis: ax.Axis) -> bool:
+        """Return whether an axis of an input has a number for each class that weights give scores to."""
+        if not (source.meta["val"].is_floating_point() and self.is_of_classes(axis)):
+            return False
+        return any(not self.leaves_of(weight).isdisjoint(ax.leaves(axis)) for weight in self.weights)
 
     def align_leading(self, node: fx.Node, leading: Sequence[tuple[fx.Node, ax.Axes]]) -> ax.Axes:
         """Tie the leading (batch and heads) dimensions of an attention's tensors; the last of them is the heads.

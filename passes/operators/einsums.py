@@ -13,7 +13,7 @@ from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
 from autoptd.passes.operators.products import multiply_as, product_gradients
 from autoptd.passes.operators.quantities import Product, Value, Work, compute, differentiate
-from autoptd.passes.operators.record import OperatorRules
+from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten
 
 
@@ -115,7 +115,7 @@ def _bilinear(node: fx.Node, value: Value) -> Product:
 # Of products that have no more rules, too.
 EQUATION = OperatorRules(**_costs(_einsum))
 RULES: Mapping[Any, OperatorRules] = {
-    aten.einsum: replace(EQUATION, axes=einsum_axes),
+    aten.einsum: replace(EQUATION, axes=einsum_axes, traits=Trait.PADDING_SAFE),
     **{getattr(aten, name): OperatorRules(**_costs(_convolution)) for name in CONVOLUTIONS},
     aten.bilinear: OperatorRules(**_costs(_bilinear)),
 }

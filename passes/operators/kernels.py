@@ -57,6 +57,23 @@ def _gelu_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wo
     return sum(products.gelu_gradients(node, value, wanted), Work())
 
 
+def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    """What is added to must be a partial sum, and so must the product: of one and a whole matrix, or as others are."""
+    total, x, weight = (proof.read(given, placements) for given in node.args[:3])
+    if x is proof.PARTIAL:
+        kept = weight is proof.WHOLE
+    else:
+        product = replace(read_products(node)[0], bias=None)
+        kept = products.place_product(product, placements) is proof.PARTIAL
+    return proof.PARTIAL if kept and total is proof.PARTIAL else proof.refuse_partial(node, placements)
+
+
+def _added_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """The gradient of what is added to is the result's own."""
+    (product,) = read_products(node)
+    return sum(products.product_gradients(replace(product, bias=None), value, wanted), Work())
+
+
 # Dropout
 
 
@@ -171,6 +188,7 @@ _COPIED = OperatorRules(placed=_copied_placed, work=products.multiply, backward=
 RULES: Mapping[Any, OperatorRules] = {
     kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=_split_order),
     kernels.linear: products.PRODUCT,
+    kernels.add_linear: replace(products.PRODUCT, of_partial=_added_partial, backward=_added_backward),
     kernels.linear_gelu: replace(products.PRODUCT, work=gelu_work, backward=_gelu_backward),
     **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), OperatorRules(placed=proof.elementwise)),
     kernels.dropout: OperatorRules(

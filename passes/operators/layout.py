@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.node_info import describe, info
-from autoptd.passes.ir.nodes import called
+from autoptd.passes.ir.nodes import called, describe, info
 from autoptd.runtime import aten
 
 Factor = tuple[str, int]  # (BATCH, 2), (SEQUENCE, 16), or ("", size) of anything else

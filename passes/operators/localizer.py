@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.meta_values import Propagation
-from autoptd.passes.ir.node_info import change_info, describe, info
-from autoptd.passes.ir.nodes import as_results, shape_of, where
+from autoptd.passes.ir import nodes
+from autoptd.passes.ir.nodes import Propagation, as_results, change_info, describe, info, shape_of, where
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.runtime import collectives
+from autoptd.runtime import collectives, kernels
+from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Placement, Segment, Shard
 
 aten = torch.ops.aten
@@ -29,6 +29,7 @@ class Localizer:
 
     `divided` are the divided axes with their padding, `filled` the names of the constants of one number, and `named`
     the axes of each new node's results, by its name. `biases` of a partial sum are pairs of an old linear and its bias.
+    The padding of `cleared` values is zero, and has no gradient.
     """
 
     program: Program
@@ -40,6 +41,7 @@ class Localizer:
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     named: dict[str, tuple[Axes, ...]] = field(default_factory=dict)
     biases: dict[fx.Node, list[tuple[fx.Node, Any]]] = field(default_factory=dict)
+    cleared: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         inputs, mesh, (stage,) = self.program.inputs, self.program.mesh, self.program.stages
@@ -51,15 +53,34 @@ class Localizer:
         """Return the new graph, with every call as `localize` writes it."""
         for node in self.old.nodes:
             if node.op == "output":
-                self.graph.output(self.whole(node.args[0])).meta = dict(node.meta)
+                output = self.graph.output(fx.map_arg(node.args[0], self.whole))
+                output.meta = dict(node.meta)
+                change_info(output, outputs=tuple(self._place_outputs(node)))
                 continue
             if node.op == "get_attr":
                 self._place_parameter(node)
             if node.op == "call_function":
                 self.values[node] = localize(self, node)
+            elif any(map(self.is_divided, self.axis_map.all_of(node))) and node.op == "placeholder":
+                self.values[node] = self._take_classes(node)
             else:
                 self.values[node] = self.copy(node)
         return self.graph
+
+    def _take_classes(self, node: fx.Node) -> fx.Node:
+        """Return this rank's classes of an input, which every rank gets whole."""
+        axes, val = self.axis_map.of(node), node.meta["val"]
+        value = self.graph.create_node(node.op, node.target, node.args, {}, name=node.name)
+        value.meta = dict(node.meta)
+        self.named[value.name] = (axes,)
+        (dim,) = (d for d, axis in enumerate(axes) if self.is_divided((axis,)))
+        if padding := self.divided[ax.find(axes[dim])]:
+            pads = [0, 0] * (val.dim() - dim - 1) + [0, padding]
+            value = self.add(aten.constant_pad_nd.default, (value, pads), value, name=f"{node.name}_padded")
+        made = self.add(collectives.take_own, (self.rank, value, dim), value, name=f"{node.name}_own")
+        change_info(made, placement=Placement(tensor=Shard(dim)))
+        self.cleared.add(made)
+        return made
 
     # Values
 
@@ -121,6 +142,17 @@ class Localizer:
             found.append(REPLICATED if dim is None else Placement(tensor=Shard(dim)))
         change_info(new, placement=as_results(node, found))
 
+    def clear_padding(self, value: fx.Node, axes: Axes) -> fx.Node:
+        """Return the new `value`, without what is past the end of a divided dimension and without its gradient."""
+        dim = next((d for d, axis in enumerate(axes) if self.divided.get(ax.find(axis))), None)
+        if dim is None or value in self.cleared:
+            return value
+        args, name = (self.rank, value, dim, ax.find(axes[dim]).size), f"{value.name}_own"
+        made = self.add(kernels.clear_padding, args, value, name=name)
+        change_info(made, placement=info(value).placement)
+        self.cleared.add(made)
+        return made
+
     # Sizes
 
     def extent(self, axis: Axis) -> int:
@@ -161,13 +193,29 @@ class Localizer:
 
     def _place_parameter(self, node: fx.Node) -> None:
         name = str(node.target)
-        axes = self.axis_map.of(node)
-        dims = [d for d, a in enumerate(axes) if self.is_divided((a,))]
-        if dims:
-            segments, extent = tuple(self._segments(axes[dims[0]])), ax.find(axes[dims[0]]).size
-            padded = extent < sum(segment.rows for segment in segments)
-            placement = Placement(tensor=Shard(dims[0], segments, extent if padded else None))
-            self.parameters[name] = replace(self.parameters[name], placement=placement)
+        placement = self._place(self.axis_map.of(node))
+        self.parameters[name] = replace(self.parameters[name], placement=placement)
+
+    def _place_outputs(self, output: fx.Node) -> Iterator[Result]:
+        """Yield what a call returns besides the loss, with placement and batch dimension: that of the samples' rows."""
+        given, inputs = {str(n.target): n for n in self.axis_map.inputs}, self.program.inputs
+        split = [(given[i.name], i.batch_dim) for i in inputs if i.batch_dim is not None and i.name in given]
+        samples = {axis for n, dim in split for axis in ax.factors(self.axis_map.of(n)[dim])[:1]}
+        _, *values = nodes.nodes_in(output.args[0])
+        for result, value in zip(info(output).outputs, values, strict=True):
+            axes = self.axis_map.of(value)
+            outer = (d for d, axis in enumerate(axes) if not samples.isdisjoint(ax.factors(axis)[:1]))
+            dtype = self.values[value].meta["val"].dtype  # autocast may have changed it
+            yield replace(result, dtype=dtype, placement=self._place(axes), batch_dim=next(outer, None))
+
+    def _place(self, axes: Axes) -> Placement:
+        """Return the placement of a tensor with these axes."""
+        dim = next((d for d, a in enumerate(axes) if self.is_divided((a,))), None)
+        if dim is None:
+            return REPLICATED
+        segments, extent = tuple(self._segments(axes[dim])), ax.find(axes[dim]).size
+        padded = extent < sum(segment.rows for segment in segments)
+        return Placement(tensor=Shard(dim, segments, extent if padded else None))
 
     def _segments(self, axis: Axis) -> list[Segment]:
         """The axis as consecutive [outer, size, inner] segments."""
@@ -192,6 +240,57 @@ def same_call(localizer: Localizer, node: fx.Node) -> fx.Node:
         new.meta["val"] = localizer.propagation.run(new)
         change_info(new, placement=PARTIAL_SUM)
     return new
+
+
+def keep_partial(localizer: Localizer, node: fx.Node, x: Any) -> fx.Node | None:
+    """Write a call that is linear in `x` on the terms of this partial sum, where one all-reduce serves it and another.
+
+    So a low-rank update of a row-parallel product (LoRA's) is added to it before both are summed. None where `x` is no
+    partial sum, others read it, or it does not end in a sum with another one.
+    """
+    lone = _is_lone_sum(localizer, x) and not localizer.biases.get(localizer.values[x])
+    if not lone or not _beside(node, x) or not _joins(localizer, node):
+        return None
+    args = fx.map_arg(node.args, lambda n: localizer.values[n] if n is x else localizer.whole(n))
+    return localizer.add(node.target, args, node, name=node.name, partial=True)
+
+
+def _is_lone_sum(localizer: Localizer, x: Any) -> bool:
+    """Return whether `x` is a partial sum that one node alone reads."""
+    value = localizer.values.get(x) if isinstance(x, fx.Node) else None
+    return value is not None and info(value).is_partial and len(x.users) == 1
+
+
+def _beside(call: fx.Node, x: fx.Node) -> list[Any]:
+    """Return the only argument of `call` besides `x`; nothing where there are more, or `x` is taken twice."""
+    others = [given for given in call.args if given is not x]
+    return others if len(others) == 1 and len(call.args) == 2 and not call.kwargs else []
+
+
+def _joins(localizer: Localizer, node: fx.Node) -> bool:
+    """Return whether `node`, scaled or not, is alone added to another partial sum, of the dtype of both together."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        for other in _beside(user, node) if user.target is aten.add.Tensor else ():
+            same = isinstance(other, fx.Node) and other.meta["val"].dtype == user.meta["val"].dtype
+            return same and _is_lone_sum(localizer, other)
+        if user.target is not aten.mul.Tensor or not _beside(user, node):
+            return False
+        node = user
+    return False
+
+
+def if_divided(
+    rule: Callable[[Localizer, fx.Node, Axis], fx.Node],
+) -> Callable[[Localizer, fx.Node], fx.Node]:
+    """Return the `rule` of a call that contracts a divided axis; any other is the same on local tensors."""
+
+    def write(localizer: Localizer, node: fx.Node) -> fx.Node:
+        axis = localizer.axis_map.contractions.get(node)
+        divided = axis is not None and localizer.is_divided((axis,))
+        return rule(localizer, node, ax.find(axis)) if axis and divided else localizer.copy(node)
+
+    return write
 
 
 def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:

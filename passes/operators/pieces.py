@@ -231,12 +231,15 @@ _SLICE = OperatorRules(
     of_partial=proof.keep_partial,
     order=resize_order(1),
     backward=view_backward,
+    traits=Trait.PADDING_SAFE,
 )
 _SPLIT = replace(_SLICE, local=_split_local, order=resize_order(2))
-_JOIN = OperatorRules(axes=_join_axes, order=_join_order, keeps="nothing", traits=Trait.LINEAR)
+_JOIN = OperatorRules(
+    axes=_join_axes, order=_join_order, keeps="nothing", traits=Trait.PADDING_SAFE | Trait.LINEAR
+)
 
 RULES: Mapping[Any, OperatorRules] = {
-    **dict.fromkeys((aten.slice, aten.narrow), replace(_SLICE, traits=Trait.TAKES)),
+    **dict.fromkeys((aten.slice, aten.narrow), replace(_SLICE, traits=Trait.PADDING_SAFE | Trait.TAKES)),
     **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk), _SPLIT),
     aten.tensor_split: replace(_SPLIT, of_partial=proof.refuse_partial),
     **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), replace(_JOIN, placed=_cat_placed)),
@@ -254,6 +257,6 @@ RULES: Mapping[Any, OperatorRules] = {
         placed=_getitem_placed,
         of_partial=_getitem_placed,
         order=_getitem_order,
-        traits=Trait.FREE,
+        traits=Trait.PADDING_SAFE | Trait.FREE,
     ),
 }

@@ -6,17 +6,19 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import shape_of
-from autoptd.passes.ir.views import contiguous_copies
+from autoptd.passes.ir.autograd_functions import is_elementwise
+from autoptd.passes.ir.nodes import has_gradients, info, nodes_in, operator_name, shape_of
+from autoptd.passes.ir.strides import contiguous_copies
+from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis
-from autoptd.passes.operators.axis_map import AxisMap, broadcast
+from autoptd.passes.operators.axis_map import AxisMap, broadcast, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
 from autoptd.passes.operators.layout import broadcast as broadcast_dims
-from autoptd.passes.operators.localizer import Localizer, same_call
+from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
 from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.unfamiliar import UNFAMILIAR
 from autoptd.passes.operators.views import aligned, sized_local
 from autoptd.runtime import aten
 
@@ -44,6 +46,22 @@ def add_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     return same_call(localizer, node)
 
 
+def _scale_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    kept = (keep_partial(localizer, node, factor) for factor in node.args[:2])
+    return next(filter(None, kept), None) or same_call(localizer, node)
+
+
+def _apart_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """Keep padding, of which an element may have no value or no slope, away from gradients and what is made of it."""
+    own = localizer.axis_map.of(node)
+    if not (has_gradients(node.meta["val"]) and any(localizer.divided.get(ax.find(axis)) for axis in own)):
+        return same_call(localizer, node)
+    for source in differentiable_arguments(node):
+        value = localizer.whole(source)
+        localizer.values[source] = localizer.clear_padding(value, localizer.axis_map.of(source))
+    return localizer.clear_padding(same_call(localizer, node), own)
+
+
 def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Transposed where an argument is; the others are transposed to broadcast against it, a view."""
     orders = [writer.order(n) for n in node.all_input_nodes if n in writer.orders]
@@ -51,6 +69,26 @@ def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
     out = replace(out, transposed=any(order.transposed and aligned(order, out) for order in orders))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: writer.fit(n, out))
     return writer.write(args, kwargs), out
+
+
+def _function_axes(axis_map: AxisMap, node: fx.Node) -> Any:
+    """Of the user's autograd function: whole on every tensor rank, but where it works element by element."""
+    if is_elementwise(node):
+        return broadcast(axis_map, node)
+    if axis_map.tensor > 1 and node in axis_map.learned:
+        axis_map.repeated.add(operator_name(node.target))
+    return opaque(axis_map, node)
+
+
+def _function_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    if not is_elementwise(node):
+        return proof.UNKNOWN
+    shape, given = shape_of(node), nodes_in(node.args[1:])
+    return proof.merge([(n, proof.aligned(n, shape, placements)) for n in given], shape)
+
+
+def _function_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    return elementwise_order(writer, node) if is_elementwise(node) else None
 
 
 def _contiguous_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -80,25 +118,40 @@ def _make_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 _SAFE = Trait.PADDING_SAFE
-POINTWISE = OperatorRules(axes=broadcast, placed=proof.elementwise, order=elementwise_order)
-_SAME = replace(POINTWISE, of_partial=proof.keep_partial, traits=Trait.TAKES)
-_NEG = replace(_SAME, keeps="nothing", traits=Trait.SCALES)
+POINTWISE = OperatorRules(
+    axes=broadcast, local=_apart_local, placed=proof.elementwise, order=elementwise_order, traits=_SAFE
+)
+_SAME = replace(POINTWISE, local=same_call, of_partial=proof.keep_partial, traits=_SAFE | Trait.TAKES)
+_NEG = replace(_SAME, keeps="nothing", traits=_SAFE | Trait.SCALES)
 _CAST = replace(_NEG, traits=_SAFE | Trait.CASTS)
 _LAY_OUT = replace(_NEG, traits=_SAFE | Trait.LAYS_OUT)
-_LINEAR = replace(POINTWISE, traits=Trait.LINEAR)
+_LINEAR = replace(POINTWISE, traits=_SAFE | Trait.LINEAR)
 _ADD = replace(_LINEAR, local=add_local, of_partial=proof.add_partial, backward=_add_backward)
-_SCALE = replace(
-    POINTWISE, of_partial=proof.scale_partial, backward=_scale_backward, traits=_SAFE | Trait.SCALES
+_DIV = replace(
+    POINTWISE,
+    local=same_call,
+    of_partial=proof.linear_in(0),
+    backward=_scale_backward,
+    traits=_SAFE | Trait.SCALES,
 )
 _KEEPS_RESULT = replace(POINTWISE, keeps="result")
 _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=lambda *_: proof.WHOLE)
-_FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=Trait.FILLS)
+_FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=_SAFE | Trait.FILLS)
+
+AUTOGRAD_FUNCTION = replace(
+    UNFAMILIAR,
+    axes=_function_axes,
+    placed=_function_placed,
+    order=_function_order,
+    traits=Trait.OWN_BACKWARD,
+)
 
 RULES: Mapping[Any, OperatorRules] = {
     **{getattr(aten, name): POINTWISE for name in _OTHERS},
-    aten.add: replace(_ADD, traits=_SAFE | Trait.LINEAR),
+    aten.add: _ADD,
     aten.sub: replace(_ADD, local=same_call),
-    **dict.fromkeys((aten.mul, aten.div), _SCALE),
+    aten.div: _DIV,
+    aten.mul: replace(_DIV, local=_scale_local, of_partial=proof.linear_in(0, 1)),
     **dict.fromkeys((aten.to, aten._to_copy), _CAST),
     aten.clone: _LAY_OUT,
     aten.contiguous: replace(_LAY_OUT, order=_contiguous_order, copies=contiguous_copies),
@@ -108,7 +161,7 @@ RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.where, aten.rsub), replace(_LINEAR, keeps="nothing")),
     aten.nan_to_num: _LINEAR,
     **dict.fromkeys((aten.exp, aten.sigmoid, aten.relu, aten.sqrt, aten.rsqrt), _KEEPS_RESULT),
-    aten.tanh: replace(_KEEPS_RESULT, traits=_SAFE),
+    aten.tanh: replace(_KEEPS_RESULT, local=same_call),
     **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty), _LIKE),
     **dict.fromkeys((aten.zeros, aten.ones, aten.full), _FILL),
 }

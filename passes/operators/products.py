@@ -9,13 +9,13 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import called, shape_of, where
 from autoptd.passes.ir.products import MatrixProduct, read_products
-from autoptd.passes.ir.views import float_bytes, is_matrix, is_view
+from autoptd.passes.ir.strides import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.attention import attention_local
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim, plain_order
-from autoptd.passes.operators.localizer import Localizer, same_call
+from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
 from autoptd.passes.operators.quantities import Number, Product, Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten
@@ -65,11 +65,11 @@ def matmul_axes(axis_map: AxisMap, node: fx.Node) -> Any:
 
 def linear_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     """Row-parallel: the bias leaves the product, to be added once, behind the all-reduce."""
+    (product,) = read_products(node)
     if not localizer.is_divided((localizer.axis_map.contractions[node],)):
-        return localizer.copy(node)
+        return keep_partial(localizer, node, product.x) or localizer.copy(node)
     if node.kwargs.keys() & {"alpha", "beta"}:
         raise ValueError(f"addmm with alpha or beta at {where(node)} cannot be row-parallel; use tensor=1")
-    (product,) = read_products(node)
     target = aten.mm.default if product.transposed else aten.linear.default
     factors = (localizer.whole(product.x), localizer.whole(product.weight))
     new = localizer.add(target, factors, node, name=node.name, partial=True)
@@ -83,13 +83,13 @@ def linear_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 
 def product_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """Each product of the call; what is contracted over a divided dimension is a partial sum."""
-    found = tuple(_product_placement(product, placements) for product in read_products(node))
+    found = tuple(place_product(product, placements) for product in read_products(node))
     if found[1:] or isinstance(node.meta["val"], (tuple, list)):
         return proof.WHOLE if all(placement is proof.WHOLE for placement in found) else found
     return found[0]
 
 
-def _product_placement(product: MatrixProduct, placements: proof.Placements) -> AxisPlacement:
+def place_product(product: MatrixProduct, placements: proof.Placements) -> AxisPlacement:
     x, weight = product.factors
     result = tuple(product.pick(product.node.meta["val"]).shape)
     left, right = proof.read(x, placements), proof.read(weight, placements)
@@ -290,7 +290,13 @@ def _operand_copies(x: Tensor, batch: Sequence[int]) -> int:
     return 0 if merges and is_matrix(x) else float_bytes(whole)
 
 
-PRODUCT = OperatorRules(placed=product_placed, work=multiply, backward=multiply_backward, copies=row_copies)
+PRODUCT = OperatorRules(
+    placed=product_placed,
+    of_partial=proof.linear_in(0),
+    work=multiply,
+    backward=multiply_backward,
+    copies=row_copies,
+)
 _LINEAR = replace(PRODUCT, axes=linear_axes, local=linear_local, order=rows_order, traits=Trait.PADDING_SAFE)
 _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmul_order, copies=_batch_copies)
 _BATCHED = replace(_MATMUL, order=_batched_order, traits=Trait.NONE)

@@ -5,14 +5,15 @@ alone, so that it judges an edited text like any other. A segment's `size` is he
 that several operators have in common.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, as_results, results_of, shape_of, walk
+from autoptd.passes.ir.nodes import as_results, results_of, shape_of, walk
+from autoptd.passes.ir.products import bound_arguments
 from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Replicate, Segment, Shard
 
 
@@ -281,12 +282,39 @@ def check_key(placement: AxisPlacement, key: int | None) -> None:
 
 def check_vocabulary(node: fx.Node, placement: AxisPlacement) -> None:
     """Raise `PlacementError` if a kernel's vocabulary, the rows without padding, is not the parameter's."""
-    vocabulary = argument(node, 3, "vocabulary")
+    vocabulary = bound_arguments(node)["vocabulary"]
     if placement.extent is not None and vocabulary != placement.extent:
         raise PlacementError(
             f"has vocabulary={vocabulary}, where {node.args[1]} has {placement.extent} rows without padding in the "
             f"manifest: expected vocabulary={placement.extent}"
         )
+
+
+def divided(
+    dim: int | None, found: AxisPlacement | None, whole: str
+) -> Callable[[fx.Node, Placements], Found]:
+    """Return the rule of a kernel of a vocabulary, `dim` of its argument after the rank, that is divided.
+
+    Without `dim` the call names it. The result is placed as `found`, or like the argument. An error names what reads a
+    `whole` vocabulary.
+    """
+
+    def rule(node: fx.Node, placements: Placements) -> Found:
+        own: Any = node.args[1]
+        placement = read(own, placements)
+        along = bound_arguments(node).get("dim", -1) if dim is None else dim
+        along %= len(shape_of(own))
+        if isinstance(placement, Unknown) or (
+            isinstance(placement, Shard) and placement.dim in (along, None)
+        ):
+            check_vocabulary(node, placement)
+            return spread(node, placement) if found is None else found
+        raise PlacementError(
+            f"reads {describe(own, placements)}: expected it divided along dimension {along}, the "
+            f"vocabulary; use {whole} for a whole one"
+        )
+
+    return rule
 
 
 # Partial sums
@@ -308,11 +336,15 @@ def keep_partial(node: fx.Node, placements: Placements) -> Found:
     return spread(node, PARTIAL)
 
 
-def scale_partial(node: fx.Node, placements: Placements) -> Found:
-    """Keep a partial sum partial when a number multiplies or divides it."""
-    first, second = node.args[:2]
-    scales = read(first, placements) is PARTIAL and isinstance(second, (int, float))
-    return PARTIAL if scales else refuse_partial(node, placements)
+def linear_in(*places: int) -> Callable[[fx.Node, Placements], Found]:
+    """Return the rule of an operator of two arguments that is linear in each at `places`: a partial sum stays one."""
+
+    def rule(node: fx.Node, placements: Placements) -> Found:
+        found = [read(given, placements) for given in node.args]
+        kept = len(found) == 2 and any(found[at] is PARTIAL and found[1 - at] is WHOLE for at in places)
+        return PARTIAL if kept else refuse_partial(node, placements)
+
+    return rule
 
 
 def add_partial(node: fx.Node, placements: Placements) -> Found:

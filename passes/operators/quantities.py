@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.nodes import as_results, has_gradients, results_of
-from autoptd.runtime.kernels.precision import widen
+from autoptd.runtime.kernels.operands import widen
 
 FLOAT32_BYTES = 4
 Number = Any  # an int or a sympy expression

@@ -20,6 +20,7 @@ class Trait(Flag):
     NONE = 0
     PADDING_SAFE = auto()  # rows of zeros behind the end of its arguments mean nothing to it
     KNOWS_SIZE = auto()  # a contraction that knows its true size, and so may be padded
+    NUMBERS = auto()  # a contraction that knows each row by its number: a rank must have consecutive ones
     RESHAPES = auto()  # its result has the elements of its argument in the same order, in another shape
     SQUEEZES = auto()  # adds or drops dimensions of size 1
     PERMUTES = auto()  # moves dimensions
@@ -39,6 +40,7 @@ class Trait(Flag):
     FUSED_ATTENTION = auto()  # keeps arguments, result and a statistic; writes in the order of the queries
     SUMS_RANKS = auto()  # its result is a sum over the tensor ranks, and has a whole gradient
     SUMS_GRADIENTS = auto()  # f: it sums the gradient of its argument, which all tensor ranks have, over them
+    OWN_BACKWARD = auto()  # which is the user's, and may not be linear in its gradient
     ANY_PLACEMENT = auto()  # `placed` judges whole arguments and partial sums, too
 
 

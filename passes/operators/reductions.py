@@ -1,16 +1,19 @@
-"""Reductions, softmaxes and norms: operators over some dimensions of one tensor."""
+"""Reductions and norms: operators over some dimensions of one tensor."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, called, shape_of
-from autoptd.passes.ir.views import contiguous_copies, dim_map, reduced_dims
+from autoptd.passes.ir.nodes import argument, called, operator_name, shape_of
+from autoptd.passes.ir.strides import contiguous_copies
+from autoptd.passes.ir.views import dim_map, reduced_dims
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import RUNS, AxisMap
+from autoptd.passes.operators.localizer import Localizer, if_divided, same_call
 from autoptd.passes.operators.pieces import resize_order
 from autoptd.passes.operators.products import rows_order
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -22,14 +25,32 @@ Dims = Callable[[fx.Node, int], Iterable[int]]  # of a call with an argument of 
 # Axes
 
 
-def _sum_axes(axis_map: AxisMap, node: fx.Node) -> Any:
-    """Make the sum over one divided axis a partial sum; other reductions block their dimensions."""
-    own, dims = axis_map.of(node.args[0]), dim_map(node)
-    summed = [axis for d, axis in enumerate(own) if d not in dims]
-    if len(summed) != 1:
-        return mapped_axes("sums over it")(axis_map, node)
-    axis_map.sum_over(node, *summed)
-    return tuple(ax.Axis(1) if d is None else own[d] for d in dims)
+def _contract_sum(axis_map: AxisMap, node: fx.Node, summed: list[ax.Axis]) -> ax.Axis | None:
+    """A sum over one divided axis is partial, and over several if these are classes; a mean over classes only."""
+    plain = len(summed) == 1 and operator_name(node.target) == "aten.sum"
+    over = summed if plain else [axis for axis in summed if axis_map.is_of_classes(axis)]
+    if len(over) != 1:
+        return None
+    axis_map.sum_over(node, over[0])
+    return over[0]
+
+
+# One rank's call
+
+
+def _sum_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
+    """Sum what is no padding; a mean divides the partial sum by the number of all."""
+    source: Any = node.args[0]
+    own = localizer.axis_map.of(source)
+    x = localizer.values[source] = localizer.clear_padding(localizer.whole(source), own)
+    if "mean" not in str(node.target):
+        return same_call(localizer, node)
+    dims, dtype = reduced_dims(node, len(own)), node.meta["val"].dtype
+    x = x if x.meta["val"].dtype == dtype else localizer.copy(source, args=(x, dtype), target=aten.to.dtype)
+    args = (x, dims, argument(node, 2, "keepdim", False))
+    total = localizer.add(aten.sum.dim_IntList, args, node, name=f"{node.name}_sum", partial=True)
+    count = prod(own[d].size for d in dims)
+    return localizer.add(aten.div.Tensor, (total, count), node, name=node.name, partial=True)
 
 
 # The proof
@@ -82,22 +103,26 @@ def _moved_dims(node: fx.Node, rank: int) -> Iterable[int]:
 _REDUCTION = OperatorRules(
     axes=mapped_axes("reduces over it"), placed=over_placed(reduced_dims), order=drop_order
 )
-_MEAN = replace(_REDUCTION, keeps="nothing", traits=Trait.LINEAR)
+_SUM = replace(
+    _REDUCTION,
+    axes=mapped_axes("sums over it", _contract_sum),
+    local=if_divided(_sum_local),
+    placed=over_placed(reduced_dims, partial=True),
+    keeps="nothing",
+    traits=Trait.LINEAR | Trait.PADDING_SAFE | Trait.KNOWS_SIZE,
+)
 _CUMSUM = _over(lambda node, rank: [int(argument(node, 1, "dim", -1))], RUNS, order=resize_order(1))
-_SOFTMAX = replace(_CUMSUM, keeps="result", traits=Trait.SOFTMAX)
 _NORM = _over(_normalized_dims, "normalises over it", order=rows_order, copies=contiguous_copies)
 
 RULES: Mapping[Any, OperatorRules] = {
-    aten.sum: replace(_MEAN, axes=_sum_axes, placed=over_placed(reduced_dims, partial=True)),
-    aten.mean: _MEAN,
-    **dict.fromkeys((aten.amax, aten.amin, aten.any, aten.all, aten.logsumexp), _REDUCTION),
+    aten.sum: _SUM,
+    aten.mean: replace(
+        _SUM, axes=mapped_axes("reduces over it", _contract_sum), placed=over_placed(reduced_dims)
+    ),
+    **dict.fromkeys((aten.amax, aten.amin, aten.any, aten.all), _REDUCTION),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), _REDUCTION),
-    **dict.fromkeys((aten.max, aten.min), replace(_REDUCTION, order=None)),
+    aten.min: replace(_REDUCTION, order=None),
     aten.cumsum: _CUMSUM,
-    aten.softmax: replace(_SOFTMAX, copies=contiguous_copies),
-    aten.log_softmax: replace(_SOFTMAX, copies=contiguous_copies, traits=Trait.LOG_SOFTMAX),
-    aten._softmax: _SOFTMAX,
-    aten._log_softmax: replace(_SOFTMAX, traits=Trait.LOG_SOFTMAX),
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), _NORM),
     **dict.fromkeys((aten.roll, aten.flip), _over(_moved_dims, "moves along it")),
 }

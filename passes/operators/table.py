@@ -1,5 +1,6 @@
 """The records of all operators, under one key: the overload packet of torch, or our function."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -14,21 +15,29 @@ from autoptd.passes.operators import (
     pointwise,
     products,
     reductions,
+    scores,
     views,
     vocabulary,
 )
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 
-_FAMILIES = (attention, einsums, kernels, pieces, pointwise, products, reductions, views, vocabulary)
+__all__ = ["FOREIGN", "OPERATORS", "Trait", "has_trait", "rules_of", "strip"]
+
+_FAMILIES = (attention, einsums, kernels, pieces, pointwise, products, reductions, scores, views, vocabulary)
 OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
+FOREIGN = replace(UNFAMILIAR, traits=Trait.OWN_BACKWARD)
 
 
 def rules_of(node: fx.Node) -> OperatorRules:
     """Return the record of the operator that a node calls; of one without a record, the defaults, and its costs."""
     target: Any = node.target
+    if isinstance(target, AutogradFunction):
+        return pointwise.AUTOGRAD_FUNCTION
     found = OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target)
-    return found or (einsums.EQUATION if read_einsum(node).operands else UNFAMILIAR)
+    foreign = isinstance(target, OpOverload) and target.namespace not in ("aten", "autoptd")
+    return found or (einsums.EQUATION if read_einsum(node).operands else FOREIGN if foreign else UNFAMILIAR)
 
 
 def has_trait(node: fx.Node, trait: Trait) -> bool:

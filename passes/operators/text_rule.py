@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
+from torch.autograd import Function
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import arguments_of, as_results, operator_name, results_of, shape_of, where
+from autoptd.passes.ir.nodes import arguments_of, as_results, info, operator_name, results_of, shape_of, where
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.record import OperatorRules
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.placement import Replicate
 
 Names = Sequence[str]
@@ -136,8 +137,8 @@ def read_rule(text: str) -> TextRule:
 def read_rules(rules: Mapping[Any, str] | None) -> dict[str, OperatorRules]:
     """Return the records of the user's ``rules=``, by operator name.
 
-    Keys are operators (``torch.ops.mylib.op``) or their names ("mylib.op", "mylib::op"), values texts. Raises
-    TypeError or ValueError for others.
+    Keys are operators (``torch.ops.mylib.op``), autograd functions (classes), or their names ("mylib.op", "mylib::op",
+    "module:Class"), values texts. Raises TypeError or ValueError for others.
     """
     found = {name: read_rule(text) for name, text in name_rules(rules).items()}
     return {name: OperatorRules(axes=rule.axes, placed=rule.placed) for name, rule in found.items()}
@@ -154,6 +155,8 @@ def name_rules(rules: Mapping[Any, str] | None) -> dict[str, str]:
             raise TypeError(f'rules has the key {key!r}; expected an operator, or its name, as "mylib.op"')
         if not isinstance(text, str):
             raise TypeError(f'the rule of {operator} must be a text such as "b s h -> b s h", not {text!r}')
+        if isinstance(operator, type) and issubclass(operator, Function):
+            operator = AutogradFunction.of(operator)
         name = operator.replace("::", ".") if isinstance(operator, str) else operator_name(operator)
         named[name] = text
     return named

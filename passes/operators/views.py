@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import as_results, called, results_of, shape_of
-from autoptd.passes.ir.views import dim_map, dim_place, float_bytes, is_view, named_dims, read_padding
+from autoptd.passes.ir.nodes import as_results, called, info, results_of, shape_of
+from autoptd.passes.ir.strides import float_bytes, is_view
+from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
@@ -35,16 +35,21 @@ def _reshape_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     return tuple(ax.Axis(size, blocked=f"{called(node)} makes it") for size in shape)
 
 
-def mapped_axes(reason: str = "") -> Callable[[AxisMap, fx.Node], Any]:
+def mapped_axes(
+    reason: str = "", contract: Callable[[AxisMap, fx.Node, list[ax.Axis]], ax.Axis | None] | None = None
+) -> Callable[[AxisMap, fx.Node], Any]:
     """Return the rule of an operator that needs the dimensions whole that it drops or resizes, for the `reason`.
 
-    Without one, a new dimension has the same value at each of its indices.
+    Without one, a new dimension has the same value at each of its indices. Of those dropped it may `contract` one.
     """
 
     def rule(axis_map: AxisMap, node: fx.Node) -> Any:
         own, made, dims = axis_map.of(node.args[0]), results_of(node), dim_map(node)
-        for d in set(range(len(own))).difference(dims) if reason else ():
-            ax.block(own[d], f"{called(node)} {reason}")
+        dropped = [axis for d, axis in enumerate(own) if d not in dims]
+        kept = contract(axis_map, node, dropped) if contract else None
+        for axis in dropped if reason else ():
+            if axis is not kept:
+                ax.block(axis, f"{called(node)} {reason}")
         new: dict[str, Any] = {"blocked": f"{called(node)} makes it"} if reason else {"copied": True}
         axes = tuple(
             ax.Axis(size, **new if size > 1 else {}) if d is None else own[d]
@@ -205,6 +210,7 @@ def _reshape_copies(given: Sequence[Any], value: Any) -> int:
     return 0 if is_view(given[0], value.shape) else float_bytes(given[0])
 
 
+_SAFE = Trait.PADDING_SAFE
 _MOVE = OperatorRules(axes=mapped_axes(), placed=move_placed, of_partial=proof.keep_partial)
 _RESHAPE = OperatorRules(
     axes=_reshape_axes,
@@ -213,26 +219,22 @@ _RESHAPE = OperatorRules(
     of_partial=proof.keep_partial,
     order=_reshape_order,
     copies=_reshape_copies,
-    traits=Trait.PADDING_SAFE | Trait.RESHAPES,
+    traits=_SAFE | Trait.RESHAPES,
 )
-_PERMUTE = replace(_MOVE, order=_permute_order, traits=Trait.PERMUTES)
-_TRANSPOSE = replace(_PERMUTE, traits=Trait.PADDING_SAFE | Trait.PERMUTES)
+_PERMUTE = replace(_MOVE, order=_permute_order, traits=_SAFE | Trait.PERMUTES)
 _DROP = replace(_MOVE, order=partial(drop_order, picks=True), backward=view_backward)
-_EXPAND = replace(_DROP, local=sized_local(1), order=_expand_order, traits=Trait.REPEATS)
+_EXPAND = replace(_DROP, local=sized_local(1), order=_expand_order, traits=_SAFE | Trait.REPEATS)
 _PAD = OperatorRules(axes=mapped_axes("pads it"), placed=move_placed, order=_pad_order, traits=Trait.PADS)
 _PAIR = OperatorRules(axes=mapped_axes("makes numbers of it"), placed=move_placed)
 
 RULES: Mapping[Any, OperatorRules] = {
-    **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten), _RESHAPE),
-    aten.unflatten: replace(_RESHAPE, traits=Trait.RESHAPES),
-    aten.transpose: _TRANSPOSE,
-    **dict.fromkeys((aten.swapaxes, aten.permute), _PERMUTE),
-    aten.swapdims: replace(_PERMUTE, order=None),
-    **dict.fromkeys((aten.t, aten.numpy_T), replace(_TRANSPOSE, order=None)),
-    aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=Trait.SQUEEZES),
-    aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=Trait.SQUEEZES),
+    **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), _RESHAPE),
+    **dict.fromkeys((aten.transpose, aten.swapaxes, aten.permute), _PERMUTE),
+    **dict.fromkeys((aten.swapdims, aten.t, aten.numpy_T), replace(_PERMUTE, order=None)),
+    aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=_SAFE | Trait.SQUEEZES),
+    aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=_SAFE | Trait.SQUEEZES),
     **dict.fromkeys((aten.expand, aten.broadcast_to), _EXPAND),
-    aten.select: replace(_DROP, axes=mapped_axes("selects from it"), traits=Trait.TAKES),
+    aten.select: replace(_DROP, axes=mapped_axes("selects from it"), traits=_SAFE | Trait.TAKES),
     aten.unbind: replace(_DROP, axes=mapped_axes("takes it apart")),
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), _PAD),
     **dict.fromkeys((aten.view_as_complex, aten.view_as_real), _PAIR),

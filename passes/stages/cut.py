@@ -15,8 +15,7 @@ from torch import fx
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.schedule_times import live_microbatches
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import wants_gradient, where
+from autoptd.passes.ir.nodes import info, wants_gradient, where
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.passes.stages.choice import Choice, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
@@ -157,14 +156,17 @@ def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
         for number in range(bisect_right(positions, defined), bisect_right(positions, row.last_use[node])):
             crossing[number].append(node)
     parts = [row.items[start:end] for start, end in pairwise((0, *positions, len(row.items)))]
-    held = [name_held(row, items) for items in parts]
+    behind = [node for node in row.outputs if node not in row.position]  # inputs and the like
+    outputs = [[node for node in row.outputs if node in items] for items in map(set, parts)]
+    outputs[-1] = [node for node in row.outputs if node in {*outputs[-1], *behind}]
+    held = [name_held(row, (*items, *own)) for items, own in zip(parts, outputs, strict=True)]
     # The first stage has the parameters that none uses, so that the model's ``state_dict`` stays whole.
     held[0] |= {n for n, p in row.stage.parameters.items() if p.kind == "parameter"}.difference(*held)
     stages = []
     for number, (items, names) in enumerate(zip(parts, held, strict=True)):
         receives = crossing[number - 1] if number else []
         sends = crossing[number] if number < len(positions) else None
-        graph = row.build_graph(items, receives, sends)
+        graph = row.build_graph(items, receives, sends, outputs[number])
         once = _select_constants(row.stage.constants, names)
         stages.append(Stage(graph, {n: p for n, p in row.stage.parameters.items() if n in names}, once))
     return tuple(stages)

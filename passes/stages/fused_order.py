@@ -20,8 +20,7 @@ from autoptd.passes.cost.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.meta_values import shaping_arguments
-from autoptd.passes.ir.node_info import change_info, info
+from autoptd.passes.ir.nodes import change_info, info, shaping_arguments
 from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph
 from autoptd.passes.stages.choice import ItemTimes
 from autoptd.passes.structure.linear_order import Row, RowBytes

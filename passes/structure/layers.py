@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoptd.passes.ir.node_info import change_info, info
+from autoptd.passes.ir.nodes import change_info, info
 from autoptd.passes.ir.program import Program, Stage, copy_graph, tensor_bytes
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.collectives import copy_to_tensor

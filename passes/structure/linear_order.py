@@ -12,8 +12,7 @@ from torch import UntypedStorage, fx
 from autoptd.passes.cost.durations import Durations
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.ir.gradients import find_reached, find_trained
-from autoptd.passes.ir.node_info import describe, info
-from autoptd.passes.ir.nodes import walk
+from autoptd.passes.ir.nodes import describe, info, nodes_in, walk
 from autoptd.passes.ir.program import Stage, tensor_bytes, values_taken
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 
@@ -32,7 +31,8 @@ class Row:
 
     `order`: all nodes but the output, each getitem right behind what it takes apart. `items`: the calls that
     depend on a parameter. `last_use`: item -> the position of its last reader, ``len(items)`` for the loss.
-    `trained`: the items and parameters that a gradient of the loss reaches.
+    `trained`: the items and parameters that a gradient of the loss reaches. `outputs` are the values that a call
+    returns besides the loss; a value that is one is an item if it is computed at all.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -40,21 +40,24 @@ class Row:
         self.order = _order(stage.graph)
         self._place = {node: i for i, node in enumerate(self.order)}
         self._placeholders = [node for node in self.order if node.op == "placeholder"]
-        self.loss = next(node for node in reversed(stage.graph.nodes) if node.op == "output")
+        self.output = stage.graph.output_node()
+        self.loss, *self.outputs = nodes_in(self.output.args[0])
         self.items: list[fx.Node] = []
         self.position: dict[fx.Node, int] = {}
         self.replicable: set[fx.Node] = set()
         for node in self.order:
             bare = (s in self.replicable and not self._is_parameter(s) for s in node.all_input_nodes)
-            if node.op != "call_function" or all(bare):  # every stage can have it for itself
+            if node.op != "call_function" or (
+                all(bare) and node not in self.outputs
+            ):  # all stages can have it
                 self.replicable.add(node)
             else:
                 self.position[node] = len(self.items)
                 self.items.append(node)
         self.last_use = {node: i for i, node in enumerate(self.items)}
-        for i, node in enumerate((*self.items, self.loss)):
-            self.last_use.update((source, i) for source in node.all_input_nodes if source in self.position)
-        self.trained = find_reached(self.loss.all_input_nodes, find_trained(stage))
+        for i, sources in enumerate([*(node.all_input_nodes for node in self.items), [self.loss]]):
+            self.last_use.update((source, i) for source in sources if source in self.position)
+        self.trained = find_reached([self.loss], find_trained(stage))
 
     def _is_parameter(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and self.stage.parameters[str(node.target)].kind == "parameter"
@@ -114,11 +117,15 @@ class Row:
         return RowBytes(static, activation, working)
 
     def build_graph(
-        self, items: Sequence[fx.Node], receives: Sequence[fx.Node], sends: Sequence[fx.Node] | None
+        self,
+        items: Sequence[fx.Node],
+        receives: Sequence[fx.Node],
+        sends: Sequence[fx.Node] | None,
+        outputs: Sequence[fx.Node] = (),
     ) -> fx.Graph:
         """Return the graph of one stage: the values that it `receives`, the batch inputs that it reads, its `items`,
-        and the replicable nodes that these need."""
-        needed = self.needed(items)
+        and the replicable nodes that these and its own `outputs` need."""
+        needed = self.needed((*items, *outputs))
         graph = fx.Graph()
         rank, *inputs = self._placeholders
         values = {rank: graph.node_copy(rank)}
@@ -132,21 +139,20 @@ class Row:
         calls = (*items, *(node for node in needed if node.op != "placeholder"))
         for node in sorted(calls, key=self._place.__getitem__):
             values[node] = graph.node_copy(node, values.__getitem__)
-        if sends is None:
-            output = graph.output(fx.map_arg(self.loss.args[0], values.__getitem__))
-        else:
-            results = tuple(values[node] for node in sends)
-            output = graph.output(results if len(results) > 1 else results[0])
-        output.meta = dict(self.loss.meta)
+        results = tuple(values[node] for node in (*([self.loss] if sends is None else sends), *outputs))
+        output = graph.output(results if len(results) > 1 else results[0])
+        about = zip(self.outputs, info(self.output).outputs, strict=True)
+        own = tuple(result for node, result in about if node in outputs)
+        describe(output, self.output.meta["val"], info(self.output), outputs=own)
         return graph
 
-    def needed(self, items: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the replicable nodes that `items` need, directly or through each other."""
+    def needed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return the replicable nodes among `nodes`, and those that they need, directly or through each other."""
 
         def parts(node: fx.Node) -> list[fx.Node]:
             return [source for source in node.all_input_nodes if source in self.replicable]
 
-        return set(walk((part for node in items for part in parts(node)), parts))
+        return self.replicable.intersection(walk(nodes, parts))
 
     def _state_bytes(self, node: fx.Node) -> int:
         value = node.meta["val"]

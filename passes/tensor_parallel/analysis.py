@@ -5,14 +5,13 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import operator_name, shape_of, where
+from autoptd.passes.ir.nodes import info, operator_name, shape_of, where
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import AxisMap, opaque
-from autoptd.passes.operators.record import Records, Trait
-from autoptd.passes.operators.table import has_trait, rules_of
+from autoptd.passes.operators.record import Records
+from autoptd.passes.operators.table import Trait, has_trait, rules_of
 
 
 def find_axes(

@@ -21,8 +21,7 @@ from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 
 STATE_BYTES = 4  # gradient and two Adam moments beside each parameter, in multiples of its own bytes
 
@@ -47,7 +46,8 @@ def choose_axes(graph: fx.Graph, axis_map: AxisMap) -> tuple[dict[Axis, int], li
         return {}, []
     for node in axis_map.inputs:
         for axis in axis_map.of(node):
-            ax.block(axis, "it is a dimension of the batch")
+            if not axis_map.is_soft_label(node, axis):
+                ax.block(axis, "it is a dimension of the batch")
     divided = _divide(graph, axis_map)
     while mixed := _mixed_contractions(axis_map, divided):
         for leaf, reason in mixed.items():
@@ -69,13 +69,8 @@ def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
 
 def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     """Return the leaves that t does not divide and that only meet operators which ignore zero rows at the end."""
-    wanted = {
-        leaf
-        for node, axis in axis_map.contractions.items()
-        if has_trait(node, Trait.KNOWS_SIZE)
-        for leaf in [ax.find(axis)]
-        if leaf.kind == "leaf" and leaf.size % axis_map.tensor
-    }
+    found = map(ax.find, axis_map.classes)
+    wanted = {leaf for leaf in found if leaf.kind == "leaf" and leaf.size % axis_map.tensor}
     if not wanted:
         return wanted
     for node in graph.nodes:
@@ -84,7 +79,7 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
         if not has_trait(node, Trait.KNOWS_SIZE):
             wanted -= summed
         for axes in axis_map.all_of(node):
-            wanted -= {leaf for a in axes if len(ax.factors(a)) > 1 for leaf in ax.leaves(a)}
+            wanted -= {leaf for a in axes if ax.find(a).kind != "leaf" for leaf in ax.leaves(a)}
         if node.op == "call_function" and not has_trait(node, Trait.PADDING_SAFE):
             wanted -= summed | axis_map.leaves_of(node)
         if node.op == "call_function" and aten_name(node.target) == "div":
@@ -141,15 +136,16 @@ def _unread_segments(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, 
 def _mixed_contractions(axis_map: AxisMap, divided: Mapping[Axis, int]) -> dict[Axis, str]:
     """Return the divided segments that an operator sums over together with whole ones, each with the reason.
 
-    Every rank would add the whole ones.
+    Every rank would add the whole ones. Also the parts, but for the outermost, of an axis whose rows it numbers.
     """
-    return {
-        leaf: f"{called(node)} sums over it and over rows that every rank has"
-        for node, axis in axis_map.contractions.items()
-        if len(_shares(axis, divided)) > 1
-        for leaf in ax.leaves(axis)
-        if leaf in divided
-    }
+    mixed: dict[Axis, str] = {}
+    for node, axis in axis_map.contractions.items():
+        own = [leaf for leaf in ax.leaves(axis) if leaf in divided]
+        if len(_shares(axis, divided)) > 1:
+            mixed |= dict.fromkeys(own, f"{called(node)} sums over it and over rows that every rank has")
+        elif own and has_trait(node, Trait.NUMBERS) and own != ax.factors(axis)[:1]:
+            mixed |= dict.fromkeys(own, f"{called(node)} numbers its rows among others")
+    return mixed
 
 
 def _shares(axis: Axis, divided: Mapping[Axis, int]) -> set[bool]:
@@ -168,7 +164,7 @@ def _count_moves(node: fx.Node, axis_map: AxisMap, found: dict[int, _Leaf]) -> N
     axis = axis_map.contractions.get(node)
     if axis is not None:
         for leaf in ax.leaves(axis):
-            if leaf.serial in found:
+            if leaf.serial in found and leaf not in axis_map.leaves_of(node):
                 found[leaf.serial].moved += sum(map(tensor_bytes, results_of(node)))
     if node.op != "call_function" or not axis_map.all_of(node):
         return
@@ -287,6 +283,14 @@ def _find_rival(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int],
     return ""
 
 
+def _explain(axis: Axis, tensor: int) -> str:
+    """Return the reason why a dimension of a weight is whole."""
+    own = list(ax.leaves(axis))
+    blocked = next((leaf.blocked for leaf in own if leaf.blocked), "")
+    odd = next((f"{tensor} does not divide {leaf.size}" for leaf in own if leaf.size % tensor), "")
+    return blocked or odd or f"another dimension beside {ax.find(axis).size} saves more"
+
+
 def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int]) -> list[str]:
     """Return one log line for each kind of attention or weight that every rank has whole, and for each padding."""
     lines: dict[str, list[str]] = defaultdict(list)
@@ -308,7 +312,10 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
         matrix = node.op == "get_attr" and node in axis_map.weights and len(axis_map.of(node)) > 1
         if matrix and not ax.is_divided(axis_map.of(node), divided):
             shape, size = list(shape_of(node)), tensor_bytes(node.meta["val"])
-            lines[f"weight of shape {shape} ({size:,} bytes) replicated"].append(str(node.target))
+            why = "; ".join(dict.fromkeys(_explain(axis, axis_map.tensor) for axis in axis_map.of(node)))
+            lines[f"weight of shape {shape} ({size:,} bytes) replicated because {why}"].append(
+                str(node.target)
+            )
     for axis, padding in divided.items():
         if padding:
             lines[f"an axis of {axis.size} padded by {padding} in memory"].append(f"tensor={axis_map.tensor}")

@@ -1,11 +1,11 @@
 """Place f, which sums the partial gradients of replicated values that divided regions read.
 
 A replicated value that a divided operator reads gets, on each tensor rank, only its own part of the gradient. f
-(`collectives.copy_to_tensor`: forward identity, backward all-reduce) completes it. Because every backward is linear
+(`collectives.copy_to_tensor`: forward identity, backward all-reduce) completes it. Because our backwards are linear
 in the incoming gradient, a partial gradient may also travel further back through replicated operators, and be summed
 where that is cheapest, for all readers at once: a minimum cut between the divided regions and the values that other,
-whole gradients reach. A parameter on the cut needs no f: its gradient is summed
-once per step (`AxisPlacement.partial_gradient`).
+whole gradients reach. The user's own backwards, which may not be linear, get whole ones. A parameter on the cut needs
+no f: its gradient is summed once per step (`AxisPlacement.partial_gradient`).
 """
 
 from collections.abc import Collection, Mapping
@@ -16,11 +16,9 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.node_info import change_info, describe, info
-from autoptd.passes.ir.nodes import where
+from autoptd.passes.ir.nodes import change_info, describe, info, where
 from autoptd.passes.ir.program import Stage, tensor_bytes
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import collectives
 from autoptd.runtime.program.placement import REPLICATED, Parameter
 
@@ -103,7 +101,7 @@ class _Region:
         found: set[fx.Node] = set()
         for node in reversed(self.graph.nodes):
             candidate = node in self.forced or (node not in self.divided and node.op == "call_function")
-            if not candidate or node not in self.differentiable:
+            if not candidate or node not in self.differentiable or has_trait(node, Trait.OWN_BACKWARD):
                 continue
             readers = self.readers(node)
             if readers and all(n in self.divided or n in found for n in readers):

@@ -16,10 +16,8 @@ from torch import fx
 
 from autoptd.passes.fusion.patterns import alike, is_reshape
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.meta_values import Propagation
 from autoptd.passes.ir.names import rename_nodes
-from autoptd.passes.ir.node_info import change_info, describe, info
-from autoptd.passes.ir.nodes import argument, called, shape_of, walk
+from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, describe, info, shape_of, walk
 from autoptd.passes.ir.products import MatrixProduct, read_product
 from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.runtime import aten, collectives, kernels

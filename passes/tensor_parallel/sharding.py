@@ -20,7 +20,7 @@ from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import ATTENTION, OF_ACTIVATIONS, RUNS, AxisMap
 from autoptd.passes.operators.localizer import Localizer
-from autoptd.passes.operators.table import rules_of
+from autoptd.passes.operators.table import FOREIGN, rules_of
 from autoptd.passes.operators.text_rule import name_rules, read_rules
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR, bound_hidden
 from autoptd.passes.tensor_parallel.analysis import find_axes
@@ -59,7 +59,7 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     if axis_map.repeated:
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"
-    calls = (n for n in stage.graph.nodes if n.op == "call_function" and rules_of(n) is UNFAMILIAR)
+    calls = (n for n in stage.graph.nodes if n.op == "call_function" and rules_of(n) in (FOREIGN, UNFAMILIAR))
     hidden = {called(node): bound_hidden(node) for node in calls}
     entry += "".join(
         f"; {name} may hide up to {flops:,} FLOPs of a product, which no rule counts"

@@ -16,16 +16,14 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
-from autoptd.passes.ir.nodes import operator_name, shape_of, walk
+from autoptd.passes.ir.nodes import info, operator_name, shape_of, walk
 from autoptd.passes.ir.products import find_factors
 from autoptd.passes.ir.program import Program, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.passes.operators.record import Trait
-from autoptd.passes.operators.table import has_trait
+from autoptd.passes.operators.table import Trait, has_trait
 
 # Reasons not to divide an index of equal blocks (`shape_rules`).
 PACKED = ("takes it apart", "selects from it")

@@ -99,6 +99,11 @@ def make_step(folder: Path, step: int) -> Path:
     return path
 
 
+def rank_file(folder: Path, rank: int, number: int | None = None) -> Path:
+    """Return the path of a rank's JSON file in a step's folder, or of its safetensors file `number`."""
+    return folder / (f"rank_{rank:05}" + (".json" if number is None else f"_{number:03}.safetensors"))
+
+
 def commit_step(path: Path, record: bytes, number: int) -> None:
     """Write checkpoint.json and, when it and all other names are on disk, COMMIT."""
     write_file(path / RECORD, record)

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.checkpoint.error import CheckpointError, agreed
-from autoptd.runtime.checkpoint.files import RECORD, StepFolder, find_step, name_earlier
+from autoptd.runtime.checkpoint.files import RECORD, StepFolder, find_step, name_earlier, rank_file
 from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
-from autoptd.runtime.checkpoint.record import (
-    Record,
-    StoredGroup,
-    StoredPiece,
-    StoredTensor,
-    rank_file,
-    read_rank_record,
-    read_record,
-)
+from autoptd.runtime.checkpoint.record import Record, StoredGroup, StoredPiece, read_rank_record, read_record
 from autoptd.runtime.checkpoint.regions import Piece, Region, list_pieces, list_whole
 from autoptd.runtime.checkpoint.saving import Training
 from autoptd.runtime.checkpoint.schedulers import choose_schedulers
@@ -106,14 +98,10 @@ def read_step(training: Training, step: StepFolder) -> Loaded:
         if state:
             states[name][state] = tensor
     del found  # `join` frees states one by one
-    return Loaded(
-        record,
-        tensors,
-        {} if optimizer is None else optimizer.join(states),
-        [_decode(group.options, f"{place}: a group") for group in groups],
-        _match_schedulers(training, record, place),
-        _decode(record.data, f"{place}: data"),
-    )
+    joined = {} if optimizer is None else optimizer.join(states)
+    options = [_decode(group.options, f"{place}: a group") for group in groups]
+    schedulers, data = _match_schedulers(training, record, place), _decode(record.data, f"{place}: data")
+    return Loaded(record, tensors, joined, options, schedulers, data)
 
 
 def _take_over(training: Training, loaded: Loaded) -> None:
@@ -225,7 +213,7 @@ def _assemble(
             for stored in file.pieces:
                 if (key := (stored.name, stored.state)) not in wanted:
                     continue
-                _check_piece(stored, record.tensors[stored.name], rank_file(folder, rank))
+                _check_piece(stored, record, rank_file(folder, rank))
                 for piece in pieces[key]:
                     if (region := piece.region.intersect(stored.region)) is not None:
                         covered[key].append(region)
@@ -241,11 +229,10 @@ def _assemble(
     return fresh
 
 
-def _check_piece(piece: StoredPiece, tensor: StoredTensor, path: Path) -> None:
+def _check_piece(piece: StoredPiece, record: Record, path: Path) -> None:
     """Raise CheckpointError unless the piece lies inside its tensor and has its dtype."""
-    dtype = tensor.dtypes.get(piece.state)
-    ends = [part.stop for part in piece.region.slices]
-    shape = tensor.shape_of(piece.state)
+    tensor, ends = record.tensors[piece.name], [part.stop for part in piece.region.slices]
+    dtype, shape = tensor.dtypes.get(piece.state), tensor.shape_of(piece.state)
     inside = len(ends) == len(shape) and all(map(int.__le__, ends, shape))
     if not inside or piece.dtype != dtype:
         raise CheckpointError(

@@ -45,16 +45,12 @@ class NamedOptimizer:
 
     def groups(self) -> tuple[StoredGroup, ...]:
         """Return the parameter groups. TypeError for hyperparameters that JSON cannot hold."""
-        return tuple(
-            StoredGroup(
-                tuple(name for stepped in self._list_stepped(group["params"]) for name in stepped.names),
-                encode_value(
-                    {key: value for key, value in group.items() if key not in _OWN_KEYS},
-                    "a group of the optimizer",
-                ),
-            )
-            for group in self.optimizer.param_groups
-        )
+        groups = []
+        for group in self.optimizer.param_groups:
+            names = (name for stepped in self._list_stepped(group["params"]) for name in stepped.names)
+            options = {key: value for key, value in group.items() if key not in _OWN_KEYS}
+            groups.append(StoredGroup(tuple(names), encode_value(options, "a group of the optimizer")))
+        return tuple(groups)
 
     def states(self) -> States:
         """Return the optimizer's states of each parameter.
@@ -75,14 +71,11 @@ class NamedOptimizer:
 
     def describe(self, states: States) -> StoredOptimizer:
         """Return everything but the tensors of `states`. TypeError for values that JSON cannot hold."""
-        values = {
-            name: {
-                state: encode_value(value, f"the optimizer's state {state!r} of {name}")
-                for state, value in of.items()
-                if not is_shaped(value)
-            }
-            for name, of in states.items()
-        }
+        values: dict[str, dict[str, Any]] = {name: {} for name in states}
+        for name, of in states.items():
+            for state, value in of.items():
+                if not is_shaped(value):
+                    values[name][state] = encode_value(value, f"the optimizer's state {state!r} of {name}")
         return StoredOptimizer(self.kind, self.groups(), values)
 
     def join(self, states: States) -> dict[Tensor, dict[str, Any]]:

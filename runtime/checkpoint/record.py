@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from autoptd.runtime.checkpoint.error import CheckpointError
-from autoptd.runtime.checkpoint.files import RECORD, StepFolder, check_length, read_text
+from autoptd.runtime.checkpoint.files import RECORD, StepFolder, check_length, rank_file, read_text
 from autoptd.runtime.checkpoint.regions import Region
 from autoptd.runtime.checkpoint.tensor_file import check_dtype
 from autoptd.runtime.program.manifest import Manifest
@@ -137,11 +137,6 @@ class Record:
     schedulers: tuple[StoredSchedulers, ...]
     loss_scale: StoredScale | None
     data: Any
-
-
-def rank_file(folder: Path, rank: int, number: int | None = None) -> Path:
-    """Return the path of a rank's JSON file in a step's folder, or of its safetensors file `number`."""
-    return folder / (f"rank_{rank:05}" + (".json" if number is None else f"_{number:03}.safetensors"))
 
 
 def write_record(record: Record | RankRecord, path: Path) -> bytes:

@@ -13,21 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoptd.runtime.checkpoint import files, record
 from autoptd.runtime.checkpoint.error import CheckpointError, agreed
-from autoptd.runtime.checkpoint.files import commit_step, make_step, next_number, remove_old, write_file
 from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
-from autoptd.runtime.checkpoint.record import (
-    RankRecord,
-    Record,
-    StoredFile,
-    StoredPiece,
-    StoredScale,
-    StoredSchedulers,
-    join_records,
-    rank_file,
-    read_rank_record,
-    write_record,
-)
+from autoptd.runtime.checkpoint.record import RankRecord, Record, StoredPiece, read_rank_record, write_record
 from autoptd.runtime.checkpoint.regions import FlatRange, assign_pieces, list_whole
 from autoptd.runtime.checkpoint.schedulers import Stateful
 from autoptd.runtime.checkpoint.tensor_file import check_dtype, write_tensors
@@ -105,7 +94,7 @@ def _make_record(training: Training, data: Any, keep: int | None) -> Record:
         aliases=training.manifest.aliases,
         optimizer=None,
         schedulers=(),
-        loss_scale=None if scale is None else StoredScale(scale.value, scale.finite_steps),
+        loss_scale=None if scale is None else record.StoredScale(scale.value, scale.finite_steps),
         data=encode_value(data, "data"),
     )
 
@@ -144,11 +133,11 @@ def _collect(training: Training, asynchronous: bool) -> tuple[RankRecord, list[T
         shape = tuple(source.shape) if state in whole.get(piece.name, ()) and source.shape != known else None
         group = groups.setdefault((state, piece.shared, flat is None), [])
         group.append((StoredPiece(piece.name, state, view.dtype, piece.region, shape), kept))
-    files = [file for group in groups.values() for file in _fill_files(group)]
     # On the other ranks of this stage they are the same, but for what this one steps whole.
     speaks = rank.coordinates.tensor == rank.coordinates.data == 0
-    scheduled = StoredSchedulers(training.groups, schedulers) if schedulers and speaks else None
-    return RankRecord(rank.number, (), stored if speaks or whole else None, scheduled), files
+    filled = [file for group in groups.values() for file in _fill_files(group)]
+    scheduled = record.StoredSchedulers(training.groups, schedulers) if schedulers and speaks else None
+    return RankRecord(rank.number, (), stored if speaks or whole else None, scheduled), filled
 
 
 class Saving:
@@ -168,7 +157,7 @@ class Saving:
         name = ""
         with agreed(self._rank):
             if self._rank.number == 0:
-                name = make_step(folder, self._whole.call).name
+                name = files.make_step(folder, self._whole.call).name
         self.path = folder / share_text(self._rank, name)
         # Not a daemon, so that the interpreter waits for it at the program's end.
         self._thread = threading.Thread(target=self._work, name=f"checkpoint {self.path.name}")
@@ -213,27 +202,27 @@ class Saving:
             raise CheckpointError(f"{self.path} was not saved: {error}") from error
 
     def _write(self) -> None:
-        files = []
+        written = []
         for number, tensors in enumerate(self._files):
-            path = rank_file(self.path, self._own.rank, number)
+            path = files.rank_file(self.path, self._own.rank, number)
             digest = write_tensors(path, {piece.key: tensor for piece, tensor in tensors})
-            files.append(StoredFile(digest, tuple(piece for piece, _ in tensors)))
-        path = rank_file(self.path, self._own.rank)
-        write_file(path, write_record(replace(self._own, files=tuple(files)), path))
+            written.append(record.StoredFile(digest, tuple(piece for piece, _ in tensors)))
+        path = files.rank_file(self.path, self._own.rank)
+        files.write_file(path, write_record(replace(self._own, files=tuple(written)), path))
 
     def _commit(self) -> None:
-        paths = [rank_file(self.path, rank) for rank in range(self._manifest.mesh.size)]
+        paths = [files.rank_file(self.path, rank) for rank in range(self._manifest.mesh.size)]
         for path in paths:
             self._await(path)
         if self._given_up.is_set():
             return
         ranks = [read_rank_record(self.path, rank) for rank in range(len(paths))]
         hashes = tuple(sha256(path.read_bytes()).hexdigest() for path in paths)
-        number = next_number(self.path.parent)
-        whole = join_records(self._manifest, self._whole, ranks)
-        commit_step(self.path, write_record(replace(whole, ranks=hashes, number=number), self.path), number)
+        number = files.next_number(self.path.parent)
+        whole = record.join_records(self._manifest, replace(self._whole, ranks=hashes, number=number), ranks)
+        files.commit_step(self.path, write_record(whole, self.path), number)
         if self._keep is not None:
-            remove_old(self.path, self._keep)
+            files.remove_old(self.path, self._keep)
 
     def _await(self, path: Path) -> None:
         """Wait for a file of another rank, since a thread cannot call collectives."""

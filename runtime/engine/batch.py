@@ -1,7 +1,6 @@
 """The inputs and the output of a call: the batch, checked and cut; the output, rebuilt around the loss."""
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.engine.label_weights import count_valid
+from autoptd.runtime.program.class_path import find_class
 from autoptd.runtime.program.manifest import Input, Manifest, Output
 from autoptd.runtime.program.tagged_json import decode_value, encode_value, show
 
@@ -50,16 +50,14 @@ def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
     """Return a call's arguments by the names of the program's inputs, each once."""
     names = [i.name for i in manifest.inputs]
     known = {*names, *(argument.name for argument in manifest.fixed)}
-    places = manifest.arguments or tuple(names)
-    if len(args) > len(places):
-        raise TypeError(
-            f"{len(args)} positional arguments: the model takes {len(places)}, {', '.join(places)}"
-        )
-    given = dict(zip(places, args, strict=False))
+    order = manifest.arguments or tuple(names)
+    if len(args) > len(order):
+        raise TypeError(f"{len(args)} positional arguments: the model takes {len(order)}, {', '.join(order)}")
+    given = dict(zip(order, args, strict=False))
     for name, value in given.items():
         if name not in known and value is not None:
             raise TypeError(
-                f"argument {name} (position {places.index(name)}) is a {type(value).__name__}, but the program was "
+                f"argument {name} (position {order.index(name)}) is a {type(value).__name__}, but the program was "
                 f"compiled for {', '.join(names)}: pass None there and the rest by name, or compile with "
                 "example_inputs that have it"
             )
@@ -234,47 +232,44 @@ def unequal_counts(manifest: Manifest, batch: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def output_builder(output: Output) -> Callable[[Tensor], Any]:
-    """Return a function from the loss to the model's output: the loss in its place, every other field None."""
-    if output.kind == "tensor":
-        return lambda loss: loss
-    if output.kind == "tuple":
-        place = int(output.loss)
-        return lambda loss: tuple(loss if i == place else None for i in range(len(output.fields)))
-    if output.kind not in ("dict", "dataclass"):
-        raise ValueError(f"output kind {output.kind!r} is unknown: expected tensor, tuple, dict or dataclass")
-    cls = _find_class(output.type) if output.type else dict
+Outputs = Mapping[tuple[str, ...], Tensor]  # by their paths
 
-    def build(loss: Tensor) -> Any:
-        fields = dict.fromkeys(output.fields) | {output.loss: loss}
-        return cls(fields) if output.kind == "dict" else cls(**fields)
+
+def output_builder(output: Output) -> Callable[[Tensor, Outputs], Any]:
+    """Return a function from the loss and the outputs to the model's output: every other field is None."""
+    if output.kind not in ("tensor", "tuple", "dict", "dataclass"):
+        raise ValueError(f"output kind {output.kind!r} is unknown: expected tensor, tuple, dict or dataclass")
+    cls = find_class(output.type, "model's output class") if output.type else dict
+
+    def build(loss: Tensor, outputs: Outputs) -> Any:
+        fields = {name: _find_field(outputs, (name,)) for name in output.fields}
+        if output.loss:
+            fields[output.loss] = loss
+        result: Any = tuple(fields.values())
+        if output.kind == "tensor":
+            result = outputs.get(("output",), loss)
+        elif output.kind != "tuple":
+            result = cls(fields) if output.kind == "dict" else cls(**fields)
+        return (loss, result) if output.separate_loss else result
 
     return build
 
 
+def _find_field(outputs: Outputs, path: tuple[str, ...]) -> Any:
+    """Return the output at a path, or a tuple of those below it; None where there are none."""
+    if path in outputs:
+        return outputs[path]
+    below = dict.fromkeys(other[: len(path) + 1] for other in outputs if other[: len(path)] == path)
+    return tuple(_find_field(outputs, one) for one in below) or None
+
+
 def find_loss(output: Output, result: Any) -> Tensor:
     """Return the loss of an output that `output_builder` built."""
-    if output.kind == "tensor":
-        loss: Tensor = result
+    loss: Any = result
+    if output.separate_loss:
+        loss, _ = result
     elif output.kind == "tuple":
         loss = result[int(output.loss)]
-    elif output.kind == "dict":
-        loss = result[output.loss]
-    else:
-        loss = getattr(result, output.loss)
-    return loss
-
-
-def _find_class(path: str) -> type:
-    module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(
-                f"the model's output class {name} is not found in module {module}: "
-                "define it at a module's top level, where every rank can import it"
-            )
-        found = getattr(found, part)
-    if not isinstance(found, type):
-        raise ValueError(f"{path} is a {type(found).__name__}, expected the model's output class")
-    return found
+    elif output.kind != "tensor":
+        loss = result[output.loss] if output.kind == "dict" else getattr(result, output.loss)
+    return loss  # type: ignore[no-any-return]

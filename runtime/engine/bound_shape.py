@@ -1,6 +1,7 @@
 """One input shape of a program on this rank: a schedule over stages of its own, and the parameters of all shapes."""
 
 from dataclasses import dataclass
+from types import CodeType
 
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.engine.executor import Executor, Stages
@@ -30,13 +31,15 @@ class BoundShape:
     """A `ShapeFunctions` bound to the connection that all shapes of a parallel model share.
 
     `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its
-    length. `leaves` are what the stages compute with, as `read_leaves` made them last.
+    length. `leaves` are what the stages compute with, as `read_leaves` made them last. Where the program `weighs`
+    gradients, as an autograd function of the user's does, every rank needs the weights of the microbatches.
     """
 
     def __init__(self, program: ShapeFunctions, connection: Connection, slices: Slices, graphs: bool) -> None:
         self.manifest = program.manifest
         self.slices = slices
         self.leaves = StageLeaves()
+        self.weighs = any(_names(f.__code__, "autograd_function") for f in program.functions.values())
         self._made_for: tuple[object, object] = None, None
         self.executor = Executor(program.manifest, connection, program.functions, program.schedule, graphs)
         here = connection.rank.coordinates.pipeline
@@ -67,3 +70,8 @@ class BoundShape:
     def forget_leaves(self) -> None:
         """Let go of the leaves, and so of memory that tensors leave."""
         self.leaves = StageLeaves()
+
+
+def _names(code: CodeType, name: str) -> bool:
+    """Return whether a function, or one within it, has `name` in its code."""
+    return name in code.co_names or any(_names(x, name) for x in code.co_consts if isinstance(x, CodeType))

@@ -18,22 +18,15 @@ from autoptd.runtime.comm.timings import Measured, Stopwatch
 from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer, find_acknowledged
 from autoptd.runtime.engine.captures import Captures
 from autoptd.runtime.engine.graphs import GraphSlot
-from autoptd.runtime.engine.slot import Slot, StageCall
+from autoptd.runtime.engine.slot import Slot, StageCall, Weights
 from autoptd.runtime.optimizer.gradient_sums import GradientSums
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slots, last_gradients
 from autoptd.runtime.randomness import as_signed
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
-
+Inputs = Sequence[Sequence[Tensor]]  # of a stage from the batch: a row per microbatch
 Stages = Mapping[int, Callable[..., Any]]  # the functions of a rank's stages, by their index
-
-_BUFFERS = {
-    Kind.SEND_OUTPUT: "departure",
-    Kind.RECEIVE_INPUT: "arrival",
-    Kind.SEND_GRADIENT: "gradient_departure",
-    Kind.RECEIVE_GRADIENT: "gradient_arrival",
-}
 
 # A function that runs an action, the action, and the stage whose first forward it is.
 Step = tuple[Callable[[], None], Action, int | None]
@@ -44,8 +37,8 @@ class StageRun:
 
     Inputs arrive and outputs depart; for the backward, gradients of the outputs arrive and gradients of the inputs
     depart. Only differentiable boundary values have gradients. The first stage has no buffers below, the last none
-    above. `slots` are the places of the microbatches; forwards alone take the first. The backward of the `last`
-    microbatch completes the gradients.
+    above. The slots are those of this rank's `actions`; forwards alone take the first. The last of the stage's
+    backwards completes the gradients.
     """
 
     def __init__(
@@ -55,43 +48,40 @@ class StageRun:
         interface: StageInterface,
         function: Callable[..., Any],
         measured: Measured,
-        slots: Mapping[int, int],
-        last: int | None,
+        actions: Sequence[Action],
         graphs: bool,
     ) -> None:
-        self.arrival: RecvBuffer | LocalBoundary | None = None
-        self.departure: SendBuffer | LocalBoundary | None = None
-        self.gradient_arrival: RecvBuffer | LocalBoundary | None = None
-        self.gradient_departure: SendBuffer | LocalBoundary | None = None
+        self.takes: dict[Kind, RecvBuffer | LocalBoundary] = {}
+        self.puts: dict[Kind, SendBuffer | LocalBoundary] = {}
         self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, list[Tensor]] = {}  # of each microbatch, that a call returns besides the loss
         self._measured = measured
-        self._index, self._randomness = interface.index, rank.randomness
+        self.interface, self._index, self._randomness = interface, interface.index, rank.randomness
         leaves = tuple(i for i, b in enumerate(interface.receives) if b.requires_grad)
         roots = (
             tuple(i for i, b in enumerate(interface.sends) if b.requires_grad) if interface.sends else (0,)
         )
-        call = StageCall(partial(function, rank), leaves, roots, len(interface.sends) or 1)
-        self._places, self._last = slots, last
-        count = max(slots.values(), default=0) + 1
+        self._sent = len(interface.sends) or 1
+        call = StageCall(partial(function, rank), leaves, roots, self._sent + len(interface.outputs))
+        self._places, end = assign_slots(actions)[self._index], last_gradients(actions).get(self._index)
+        self._last = None if end is None else actions[end].microbatch
+        count = max(self._places.values(), default=0) + 1
         self.graphed = [GraphSlot(call, rank.device) for _ in range(count)] if graphs else []
         self._slots: Sequence[Slot] = self.graphed or [Slot(call, rank.device) for _ in range(count)]
         b, m = manifest.microbatch_size, manifest.num_microbatches
-        self._moments = torch.zeros(m, 3, dtype=torch.int64, device=rank.device)
+        self._moments = torch.zeros(m, 4, dtype=torch.int64, device=rank.device)
         first = rank.coordinates.data * b * m
         torch.arange(first, first + b * m, b, out=self._moments[:, 2])
 
     def start(
-        self,
-        weights: Mapping[str, Tensor],
-        inputs: Sequence[Sequence[Tensor]],
-        seeds: Sequence[Tensor] | None,
-        sums: GradientSums | None = None,
+        self, weights: Weights, inputs: Inputs, seeds: Tensor | None, sums: GradientSums | None = None
     ) -> None:
-        """Begin a step with its weights, batch inputs and seeds (one row per microbatch); clear what a broken one left.
+        """Begin a step with its weights, batch inputs and seeds (float64 [m]); clear what a broken one left.
 
         The losses of the microbatches are differentiated with `seeds`; None: forwards only. The last backward's
         gradients go on their way by `sums`.
         """
+        self.clear()
         if self._last is not None:
             watched = None if sums is None or seeds is None else sums.watch(self._index)
             self._slots[self._places[self._last]].watch = watched
@@ -99,48 +89,45 @@ class StageRun:
         # Filled, not copied from numbers: on a GPU a copy would wait for it.
         self._moments[:, 0].fill_(as_signed(self._randomness.seed))
         self._moments[:, 1].fill_(self._randomness.call)
-        self.losses.clear()
-        self._clear()
+        if seeds is not None:
+            self._moments[:, 3] = seeds.view(torch.int64)
 
-    def _clear(self) -> None:
-        for slot in self._slots:
-            slot.clear()
-        for buffer in (self.arrival, self.departure, self.gradient_arrival, self.gradient_departure):
-            if buffer is not None:
-                buffer.clear()
-
-    def finish(self) -> None:
-        """End a step that is whole; let go of its batch."""
-        self._weights, self._inputs, self._seeds, self.losses = {}, (), None, {}
-        self._clear()
+    def clear(self) -> None:
+        """Let go of a step and its batch."""
+        self._weights, self._inputs, self._seeds, self.losses, self.outputs = {}, (), None, {}, {}
+        parts: Sequence[Slot | Buffer] = *self._slots, *self.takes.values(), *self.puts.values()
+        for part in parts:
+            part.clear()
 
     def forward(self, microbatch: int) -> None:
         """Run the stage on `microbatch` in its slot, and put its outputs for departure."""
-        received = self.arrival.take(microbatch) if self.arrival is not None else ()
+        arrival, departure = self.takes.get(Kind.RECEIVE_INPUT), self.puts.get(Kind.SEND_OUTPUT)
+        received = arrival.take(microbatch) if arrival is not None else ()
         begin = self._measured.stopwatch.mark()
         trains = self._seeds is not None
         slot = self._slots[self._places[microbatch] if trains else 0]
         self._randomness.moment = slot.moment
         values = (*received, *self._inputs[microbatch])
-        outputs = slot.forward(self._weights, values, self._moments[microbatch], trains)
-        if self.departure is None:
+        results = slot.forward(self._weights, values, self._moments[microbatch], trains)
+        outputs, self.outputs[microbatch] = results[: self._sent], results[self._sent :]
+        if departure is None:
             (self.losses[microbatch],) = outputs
         else:
-            self.departure.put(microbatch, outputs)
+            departure.put(microbatch, outputs)
         self._measured.add(Kind.FORWARD, begin, stage=self._index, microbatch=microbatch)
 
     def backward(self, microbatch: int) -> None:
         """Differentiate the stage on `microbatch` into its weights' ``.grad``; put its inputs' gradients."""
-        if self.gradient_arrival is not None:
-            gradients = self.gradient_arrival.take(microbatch)
+        if Kind.RECEIVE_GRADIENT in self.takes:
+            gradients = self.takes[Kind.RECEIVE_GRADIENT].take(microbatch)
         else:
             assert self._seeds is not None
             gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]
         begin = self._measured.stopwatch.mark()
         slot = self._slots[self._places[microbatch]]
         departing = slot.backward(gradients, microbatch == self._last)
-        if self.gradient_departure is not None:
-            self.gradient_departure.put(microbatch, departing)
+        if Kind.SEND_GRADIENT in self.puts:
+            self.puts[Kind.SEND_GRADIENT].put(microbatch, departing)
         self._measured.add(Kind.BACKWARD, begin, stage=self._index, microbatch=microbatch)
         if microbatch == self._last and self._sums is not None:
             self._sums.end_stage(self._index)
@@ -150,29 +137,24 @@ class Executor:
     """The schedule of this rank, bound to its stages and channels once, run once a step.
 
     `sent` counts the elements sent, under "stage 0 -> 1" for activations and "stage 1 -> 0" for gradients;
-    `measured` is when the last step's actions ran.
+    `measured` is when the last step's actions ran. `outputs` are what it made for a call to return besides the loss: by
+    path, those of all microbatches stacked.
     """
 
     def __init__(
         self, manifest: Manifest, connection: Connection, functions: Stages, schedule: Schedule, graphs: bool
     ) -> None:
         self.sent: Counter[str] = Counter()
+        self.outputs: dict[tuple[str, ...], Tensor] = {}
         self.measured = Measured(Stopwatch(connection.rank.device))
         self._connection = connection
         self._manifest = manifest
         self._device = connection.rank.device
         here = connection.rank.coordinates.pipeline
-        slots, last = assign_slots(schedule[here]), last_gradients(schedule[here])
+        actions = schedule[here]
         self.stages = {
             stage.index: StageRun(
-                manifest,
-                connection.rank,
-                stage,
-                functions[stage.index],
-                self.measured,
-                slots[stage.index],
-                schedule[here][last[stage.index]].microbatch if stage.index in last else None,
-                graphs,
+                manifest, connection.rank, stage, functions[stage.index], self.measured, actions, graphs
             )
             for stage in manifest.stages[here :: manifest.mesh.pipeline]
         }
@@ -184,7 +166,6 @@ class Executor:
             arrival, departure = self._buffer(receive), self._buffer(sent)
             if isinstance(arrival, RecvBuffer) and isinstance(departure, SendBuffer):
                 arrival.acknowledge[receive.microbatch] = partial(departure.release, sent.microbatch)
-        actions = schedule[here]
         self._steps = list(self._steps_of(actions))
         self._forward_steps = list(self._steps_of([a for a in actions if a.kind.compute is Kind.FORWARD]))
 
@@ -192,8 +173,8 @@ class Executor:
         """Give the stages on either side of `boundary` (stage `boundary` and the next) their buffers."""
         lower, upper = self.stages.get(boundary), self.stages.get(boundary + 1)
         if lower is not None and upper is not None:
-            lower.departure = upper.arrival = LocalBoundary()
-            lower.gradient_arrival = upper.gradient_departure = LocalBoundary()
+            lower.puts[Kind.SEND_OUTPUT] = upper.takes[Kind.RECEIVE_INPUT] = LocalBoundary()
+            upper.puts[Kind.SEND_GRADIENT] = lower.takes[Kind.RECEIVE_GRADIENT] = LocalBoundary()
             return
         values = self._manifest.stages[boundary].sends
         gradients = [value for value in values if value.requires_grad]
@@ -208,15 +189,16 @@ class Executor:
             return RecvBuffer(values, self._connection.incoming[source % pipeline], *shared, self._device)
 
         if lower is not None:
-            lower.departure, lower.gradient_arrival = send(values, boundary, above), receive(gradients, above)
+            lower.puts[Kind.SEND_OUTPUT] = send(values, boundary, above)
+            lower.takes[Kind.RECEIVE_GRADIENT] = receive(gradients, above)
         if upper is not None:
-            upper.gradient_departure = send(gradients, above, boundary)
-            upper.arrival = receive(values, boundary)
+            upper.puts[Kind.SEND_GRADIENT] = send(gradients, above, boundary)
+            upper.takes[Kind.RECEIVE_INPUT] = receive(values, boundary)
 
     def _buffer(self, action: Action) -> Buffer | None:
         """Return the buffer that `action` sends from or receives into; None where the stage or boundary is not here."""
-        found: Buffer | None = getattr(self.stages.get(action.stage), _BUFFERS.get(action.kind, ""), None)
-        return found
+        stage = self.stages.get(action.stage)
+        return None if stage is None else stage.takes.get(action.kind) or stage.puts.get(action.kind)
 
     def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
         """Yield each action as a `Step`."""
@@ -246,9 +228,9 @@ class Executor:
 
     def run(
         self,
-        weights: Mapping[int, Mapping[str, Tensor]],
-        inputs: Mapping[int, Sequence[Sequence[Tensor]]],
-        seeds: Sequence[Tensor] | None,
+        weights: Mapping[int, Weights],
+        inputs: Mapping[int, Inputs],
+        seeds: Tensor | None,
         begin_stage: Callable[[int], None],
         sums: GradientSums | None = None,
     ) -> list[Tensor]:
@@ -284,6 +266,9 @@ class Executor:
         losses = last.losses if last is not None else {}
         ordered = [losses[microbatch] for microbatch in sorted(losses)]
         for stage in self.stages.values():
-            stage.finish()
+            made = zip(*(own for _, own in sorted(stage.outputs.items())), strict=True)
+            paths = (result.path for result in stage.interface.outputs)
+            self.outputs.update(zip(paths, map(torch.stack, made), strict=True))
+            stage.clear()
         self._connection.rank.randomness.moment = None
         return ordered

@@ -50,7 +50,7 @@ class StageCall:
         result = self.function(weights, *given)
         outputs = result if isinstance(result, tuple) else (result,)
         if len(outputs) != self.num_outputs:
-            raise ValueError(f"the stage gave {len(outputs)} values, the next takes {self.num_outputs}")
+            raise ValueError(f"the stage gave {len(outputs)} values; expected {self.num_outputs}")
         roots = [outputs[index] for index in self.roots] if trains else []
         # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
         edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
@@ -67,7 +67,7 @@ class Slot:
 
     def __init__(self, call: StageCall, device: torch.device) -> None:
         self.call = call
-        self.moment = torch.zeros(3, dtype=torch.int64, device=device)
+        self.moment = torch.zeros(4, dtype=torch.int64, device=device)
         self.values: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self.watch: BucketWatch | None = None

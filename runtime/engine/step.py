@@ -11,6 +11,8 @@ from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.kernels.scaling import scale_rows
 from autoptd.runtime.optimizer.gradient_sums import Row, read_gradients
 
+Waiting = list[tuple[int, list[Row]]]
+
 
 class Handover:
     """The way of gradients to the parameters: a node of autograd's graph, which all calls have in common.
@@ -24,7 +26,7 @@ class Handover:
         self, leaves: Mapping[str | int, Tensor], sharded: Iterable[Tensor], device: torch.device
     ) -> None:
         self.sharded = tuple(sharded)
-        self.waiting: list[tuple[int, list[Row]]] = []
+        self.waiting: Waiting = []
         # Makes the loss differentiable on a rank without parameters too.
         anchor = torch.zeros((), device=device, requires_grad=True)
         stepped = *leaves.values(), *self.sharded
@@ -34,11 +36,7 @@ class Handover:
 class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        waiting: list[tuple[int, list[Row]]],
-        keys: tuple[str | int, ...],
-        anchor: Tensor,
-        *stepped: Tensor,
+        ctx: Any, waiting: Waiting, keys: tuple[str | int, ...], anchor: Tensor, *stepped: Tensor
     ) -> Tensor:
         ctx.waiting, ctx.keys = waiting, keys
         ctx.without = (None,) * (len(stepped) - len(keys))
@@ -52,9 +50,8 @@ class _HandOver(torch.autograd.Function):
         total, *others = (read_gradients(rows, ctx.keys) for number, rows in ctx.waiting if number == now)
         ctx.waiting.clear()
         for other in others:
-            total = [
-                x if y is None else y if x is None else x.add_(y) for x, y in zip(total, other, strict=True)
-            ]
+            pairs = zip(total, other, strict=True)
+            total = [x if y is None else y if x is None else x.add_(y) for x, y in pairs]
         return None, None, None, *total, *ctx.without
 
 

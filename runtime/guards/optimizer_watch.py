@@ -105,13 +105,12 @@ class StateMarks:
         another model's stay, for that one to read.
         """
         for number, group in enumerate(optimizer.param_groups):
-            loaded = zip(group["params"], group.get(MARK, ()), strict=False)
+            loaded = list(zip(group["params"], group.get(MARK, ()), strict=False))
             for position, (tensor, found) in enumerate(loaded):
                 own = self.find(tensor)
                 if found is not None and own is not None and found != own:
                     raise ValueError(self._describe_other(number, position, found, own))
-        for group in optimizer.param_groups:
-            loaded = zip(group["params"], group.pop(MARK, ()), strict=False)
+            group.pop(MARK, None)
             others = [found if self.find(tensor) is None else None for tensor, found in loaded]
             if any(others):
                 group[MARK] = others

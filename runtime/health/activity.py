@@ -19,7 +19,7 @@ PHASES = (
 # Methods of a parallel model that every rank must call; a rank that calls one alone waits for the others.
 COLLECTIVE_CALLS = (
     *("bind", "clip_grad_norm_", "save_trace", "full_state_dict", "export_pretrained"),
-    *("save_checkpoint", "finish_checkpoint", "load_checkpoint"),
+    *("save_checkpoint", "finish_checkpoint", "load_checkpoint", "read an output", "gather_replicas"),
 )
 EVALUATION = len(COLLECTIVE_CALLS) + 1
 CALLED = ("a call in training", *COLLECTIVE_CALLS, "an evaluation")

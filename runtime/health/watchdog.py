@@ -172,16 +172,8 @@ class Watchdog:
     def _claim(self, rank: int, place: Place, reason: str, trace: str = "") -> Failure:
         ranks = sorted({*self._local.processes, self._local.rank})
         places = {str(r): str(read_place(self._local.slots(r))) for r in ranks}
-        failure = Failure(
-            rank,
-            f"{place} ({self._stages(rank, place)})",
-            reason,
-            socket.gethostname(),
-            str(self.manifest.mesh.coordinates(rank)),
-            trace,
-            places,
-        )
-        return self._record.claim(failure)
+        where, at = f"{place} ({self._stages(rank, place)})", str(self.manifest.mesh.coordinates(rank))
+        return self._record.claim(Failure(rank, where, reason, socket.gethostname(), at, trace, places))
 
     def _stages(self, rank: int, place: Place) -> str:
         if place.stage is not None:

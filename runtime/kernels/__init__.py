@@ -12,14 +12,17 @@ backward, by `randomness.draw_mask` or inside a Triton kernel by `triton.philox.
 """
 
 from autoptd.runtime.kernels.activation import bias_gelu, gated_product, linear_gelu
+from autoptd.runtime.kernels.autograd_function import autograd_function
+from autoptd.runtime.kernels.class_scores import clear_padding, maximum, nll_loss, one_hot, pick
 from autoptd.runtime.kernels.grouped_attention import grouped_attention
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
-from autoptd.runtime.kernels.linear import linear, split_linear
+from autoptd.runtime.kernels.linear import add_linear, linear, split_linear
 from autoptd.runtime.kernels.masked_softmax import scaled_softmax
 from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from autoptd.runtime.kernels.rotary_position import rotary_embedding
-from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, lookup
+from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, logsumexp, lookup
 
-__all__ = ["add_layer_norm", "add_rms_norm", "bias_dropout_add", "bias_gelu", "cross_entropy", "dropout"]
-__all__ += ["embedding", "gated_product", "grouped_attention", "layer_norm", "linear", "linear_gelu"]
-__all__ += ["lookup", "rms_norm", "rotary_embedding", "scaled_softmax", "split_linear"]
+__all__ = ["add_layer_norm", "add_linear", "add_rms_norm", "autograd_function", "bias_dropout_add"]
+__all__ += ["bias_gelu", "clear_padding", "cross_entropy", "dropout", "embedding", "gated_product"]
+__all__ += ["grouped_attention", "layer_norm", "linear", "linear_gelu", "logsumexp", "lookup", "maximum"]
+__all__ += ["nll_loss", "one_hot", "pick", "rms_norm", "rotary_embedding", "scaled_softmax", "split_linear"]

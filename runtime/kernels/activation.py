@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime.kernels.linear import linear
-from autoptd.runtime.kernels.operands import check_operands, check_rows, sum_rows
-from autoptd.runtime.kernels.precision import promote, widen
+from autoptd.runtime.kernels.operands import check_operands, check_rows, promote, sum_rows, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 
 Approximation = Literal["none", "tanh"]

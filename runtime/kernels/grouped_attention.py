@@ -3,8 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
-from autoptd.runtime.kernels.operands import check_operands
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF, check_operands
 
 
 def grouped_attention(

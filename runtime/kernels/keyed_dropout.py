@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.operands import check_rows, sum_rows
-from autoptd.runtime.kernels.precision import promote
+from autoptd.runtime.kernels.operands import check_rows, promote, sum_rows
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 from autoptd.runtime.randomness import Key, draw_mask, mask_key
 

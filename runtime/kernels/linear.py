@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
     return multiply(None, product, x, [weight], [bias])[0]
 
 
+def add_linear(
+    total: Tensor, x: Tensor, weight: Tensor, scale: float = 1.0, transposed: bool = False
+) -> Tensor:
+    """Compute ``total + scale * linear(x, weight)`` as one product that adds to what it reads; `weight` as `linear`'s.
+
+    A low-rank update of another product (LoRA) then costs one pass over the result.
+    """
+    return multiply(None, AddedLinear(transposed, scale), x, [weight], [total])[0]
+
+
 def split_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool = False
 ) -> Tensor:
@@ -40,11 +50,7 @@ def split_linear(
 
 
 def multiply(
-    rank: Rank | None,
-    product: Linear | SplitLinear,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
+    rank: Rank | None, product: Product, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """Compute `product` of x, or of ``copy_to_tensor(rank, x)``, with each weight and its bias."""
     made: tuple[Tensor, ...] = _Products.apply(rank, product, x, *weights, *biases)  # type: ignore[no-untyped-call]
@@ -53,9 +59,10 @@ def multiply(
 
 @dataclass(frozen=True)
 class Linear:
-    """``linear(x, weight, bias)``; `weight` is [out, in], or [in, out] where `transposed`."""
+    """``scale * linear(x, weight) + bias``; `weight` is [out, in], or [in, out] where `transposed`."""
 
     transposed: bool
+    scale: float = 1.0
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight.t() if self.transposed else weight, bias)
@@ -67,12 +74,25 @@ class Linear:
         """Return the gradient of the weight; None where it was added to the weight's `own` sum."""
         left, right = map(_rows, (x, gradient) if self.transposed else (gradient, x))
         if own is None:
-            return left.t() @ right
-        add_product(own, left.t(), right)
+            return _multiply(left.t(), right, self.scale)
+        add_product(own, left.t(), right, self.scale)
         return None
 
     def differentiate_bias(self, gradient: Tensor) -> Tensor:
         return _rows(gradient).sum(0)
+
+
+@dataclass(frozen=True)
+class AddedLinear(Linear):
+    """The product of `add_linear`, whose total stands for the bias."""
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is not None
+        turned = weight if self.transposed else weight.t()
+        return torch.addmm(_rows(bias), _rows(x), turned, alpha=self.scale).view(bias.shape)
+
+    def differentiate_bias(self, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,7 @@ class SplitLinear:
 
     sections: int
     transposed: bool
+    scale: ClassVar[float] = 1.0
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the parts. Raises ValueError for shapes that do not fit."""
@@ -129,9 +150,19 @@ class SplitLinear:
         return gradient.reshape(self.sections, -1, gradient.shape[-1])
 
 
-def add_product(own: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right``, of half precision, to `own` in float32."""
-    torch.addmm(own, left, right, out_dtype=torch.float32, out=own)
+Product = Linear | SplitLinear
+
+
+def add_product(own: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Add ``scale * left @ right``, of half precision, to `own` in float32."""
+    torch.addmm(own, left, right, out_dtype=torch.float32, out=own, alpha=scale)
+
+
+def _multiply(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Return ``scale * left @ right``; what is added to has no elements that count."""
+    if scale == 1:
+        return left @ right
+    return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
 
 
 def _multiply_each(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor:
@@ -152,7 +183,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rank: Rank | None, product: Linear | SplitLinear, x: Tensor, *parameters: Any
+        ctx: Any, rank: Rank | None, product: Product, x: Tensor, *parameters: Any
     ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
@@ -174,9 +205,9 @@ class _Products(torch.autograd.Function):
         if own:
             pairs = zip(gradients, weights, strict=True)
             (left, right), *rest = (term for pair in pairs for term in product.terms(*pair))
-            total = left @ right
+            total = _multiply(left, right, product.scale)
             for left, right in rest:
-                total.addmm_(left, right)
+                total.addmm_(left, right, alpha=product.scale)
             of_x = total.view(ctx.shape)
             if ctx.rank is not None:
                 posted = ctx.rank.group("tensor").post_all_reduce([total])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import apply_mask, find_key, keep_factor
-from autoptd.runtime.kernels.precision import widen
+from autoptd.runtime.kernels.operands import widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.randomness import Key
 

@@ -1,11 +1,22 @@
-"""Checks of the tensors of kernels, and the sum over rows for a bias's gradient."""
+"""The tensors of kernels: their precision, checks of them, and the sum over rows for a bias's gradient."""
 
 from collections.abc import Mapping
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from autoptd.runtime.kernels.registration import KERNEL_DTYPES
+HALF = (torch.float16, torch.bfloat16)
+KERNEL_DTYPES = (torch.float32, *HALF)
+
+
+def widen(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which rows are reduced: half precision in float32, others in their own."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def promote(*tensors: Tensor | None) -> torch.dtype:
+    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor is not None))
 
 
 def check_operands(kernel: str, **tensors: Tensor | None) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import KERNEL_DTYPES
 
-KERNEL_DTYPES = (torch.float32, *HALF)
 LIBRARY = torch.library.Library("autoptd", "FRAGMENT")
 # Tests add "cpu", where Triton's interpreter runs the kernels.
 kernel_devices = {"cuda"}

@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add_operator, find_key
-from autoptd.runtime.kernels.operands import check_rows, sum_rows
-from autoptd.runtime.kernels.precision import promote, widen
+from autoptd.runtime.kernels.operands import check_rows, promote, sum_rows, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 from autoptd.runtime.randomness import Key
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.runtime.kernels.operands import check_operands
-from autoptd.runtime.kernels.precision import promote
+from autoptd.runtime.kernels.operands import check_operands, promote
 from autoptd.runtime.kernels.registration import define_operator
 
 

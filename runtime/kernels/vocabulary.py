@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.linear import SUM
-from autoptd.runtime.kernels.precision import HALF, widen
+from autoptd.runtime.kernels.operands import HALF, widen
+from autoptd.runtime.kernels.partial_sums import sum_over_ranks
 from autoptd.runtime.kernels.registration import define_operator, find_kernels, runs_plainly
 
 # Elements worked on at once in plain torch: on a CPU few enough to stay in its cache.
@@ -33,13 +34,9 @@ def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_
     """
     if rank.group("tensor").size == 1:
         return lookup(weight, ids, padding_idx)
-    rows = weight.shape[0]
-    local = ids - rank.group("tensor").index * rows
-    elsewhere = (local < 0) | (local >= rows)
-    illegal = (ids < 0) | (ids >= vocabulary)
-    local = local.masked_fill(elsewhere, 0).masked_fill(illegal, rows)
-    own_padding = padding_idx - rank.group("tensor").index * rows
-    own_padding = own_padding if 0 <= own_padding < rows else -1
+    local, elsewhere = localize(rank, weight, 0, ids, vocabulary)
+    start, own = own_columns(rank, weight, 0, vocabulary)
+    own_padding = padding_idx - start if start <= padding_idx < start + own else -1
     return lookup(weight, local, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
@@ -85,31 +82,29 @@ def cross_entropy(
     target: Tensor,
     vocabulary: int,
     ignore_index: int = -100,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     dtype: torch.dtype | None = None,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compare divided `logits` [N, ceil(V / t)] with `target` [N]: a scalar, equal on all tensor ranks.
+    """Compare divided `logits` [N, ceil(V / t)] with `target` [N]: a scalar, or [N], equal on all tensor ranks.
 
     All-reduces the row maximum, and in one tensor the row's sum of exponentials and its target logit. Columns
     past `vocabulary` are padding. Rows whose target is `ignore_index` count for nothing; the mean is over the
     others (nan when there are none). A target outside 0 to V - 1 is torch's own error. Half-precision logits
     are summed in float32, and no float32 copy of them is kept. The loss has `dtype`: by default the logits'.
-    It can be differentiated once.
+    `weight` [V] of the classes and `label_smoothing` are torch's. It can be differentiated once.
     """
     _check(rank, logits, target, vocabulary, reduction)
     dtype = logits.dtype if dtype is None else dtype
     if leaves_to_torch(rank, logits, vocabulary):
-        return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction).to(
-            dtype
-        )
-    start = rank.group("tensor").index * logits.shape[1]
-    own = max(0, min(logits.shape[1], vocabulary - start))  # columns that are no padding
+        given: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+        given |= {"weight": weight, "label_smoothing": label_smoothing}
+        return functional.cross_entropy(logits, target, **given).to(dtype)
+    start, own = own_columns(rank, logits, 1, vocabulary)
     kept = target != ignore_index
-    column = target - start
-    here = kept & (column >= 0) & (column < own)
-    # An illegal target becomes a column that is not there, for torch to refuse as in the plain model.
-    illegal = kept & ((target < 0) | (target >= vocabulary))
-    read = column.masked_fill(~here, 0).masked_fill(illegal, logits.shape[1])
+    read, elsewhere = localize(rank, logits, 1, target.masked_fill(~kept, 0), vocabulary)
+    here = kept & ~elsewhere
 
     constant = logits.detach()
     trains = torch.is_grad_enabled() and logits.requires_grad
@@ -118,12 +113,63 @@ def cross_entropy(
     aim = constant.gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
     total, aim = rank.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
     rows = torch.stack([largest, part, total, aim])
-    column = column.masked_fill(~here, -1)
+    column = read.masked_fill(~here, -1)
     losses: Tensor = _losses(logits, softmax, column, rows, own)
-    loss = losses.masked_fill(~kept, 0).sum()
-    if reduction == "mean":
-        loss = loss / kept.sum()
-    return loss.to(dtype)
+    counts = None if weight is None else weight.to(losses)[target.masked_fill(~kept, 0)]
+    losses = losses if counts is None else losses * counts
+    if label_smoothing:
+        every = logits.new_ones(own) if weight is None else weight[start : start + own]
+        sums = sum_over_ranks(rank, logits[:, :own].to(losses) @ every.to(losses))
+        whole = vocabulary if weight is None else weight.sum()
+        smooth = logsumexp(rank, logits, 1, vocabulary) * whole - sums
+        losses = losses * (1 - label_smoothing) + smooth * (label_smoothing / vocabulary)
+    return reduce_losses(losses, kept, reduction, counts).to(dtype)
+
+
+def logsumexp(rank: Rank, x: Tensor, dim: int, vocabulary: int, keepdim: bool = False) -> Tensor:
+    """Compute torch's ``logsumexp`` over a divided dimension, equal on all tensor ranks.
+
+    In float32 for half precision. What is past `vocabulary` is padding. It can be differentiated once.
+    """
+    rows = x.movedim(dim, -1)
+    logits = rows.reshape(-1, rows.shape[-1])
+    _, own = own_columns(rank, logits, 1, vocabulary)
+    trains = torch.is_grad_enabled() and x.requires_grad
+    statistics, softmax = _statistics(logits.detach(), own, trains)
+    largest, part = _align(rank, *statistics.unbind())
+    total = rank.all_reduce(part.clone())
+    nowhere = torch.full(part.shape, -1, device=x.device)
+    found: Tensor = _losses(logits, softmax, nowhere, torch.stack([largest, part, total, -largest]), own)
+    found = found.view(rows.shape[:-1])
+    return found.unsqueeze(dim) if keepdim else found
+
+
+def own_columns(rank: Rank, x: Tensor, dim: int, vocabulary: int) -> tuple[int, int]:
+    """Return the first of this rank's columns, and how many of them are no padding."""
+    start = rank.group("tensor").index * x.shape[dim]
+    return start, max(0, min(x.shape[dim], vocabulary - start))
+
+
+def localize(rank: Rank, x: Tensor, dim: int, numbers: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Return the own numbers of columns, 0 for those of another rank, and which are these.
+
+    An illegal number becomes one of no column, for torch to refuse as in the plain model.
+    """
+    start, own = own_columns(rank, x, dim, vocabulary)
+    local = numbers - start
+    elsewhere = (local < 0) | (local >= own)
+    illegal = (numbers < 0) | (numbers >= vocabulary)
+    return local.masked_fill(elsewhere, 0).masked_fill(illegal, x.shape[dim]), elsewhere
+
+
+def reduce_losses(losses: Tensor, kept: Tensor, reduction: str, counts: Tensor | None = None) -> Tensor:
+    """Reduce the losses of rows, of those that are `kept`; each counts 1 in the mean, or its `counts`."""
+    losses = losses.masked_fill(~kept, 0)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (kept if counts is None else counts.masked_fill(~kept, 0)).sum()
 
 
 def leaves_to_torch(rank: Rank, logits: Tensor, vocabulary: int) -> bool:
@@ -144,8 +190,8 @@ def _check(rank: Rank, logits: Tensor, target: Tensor, vocabulary: int, reductio
             f"cross_entropy was given logits {list(logits.shape)} and target {list(target.shape)}, "
             f"expected [N, V/t] and [N], with V = {vocabulary} and t = {t}; flatten them first"
         )
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"cross_entropy was given reduction={reduction!r}, expected 'mean' or 'sum'")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"cross_entropy was given reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
     if not logits.is_floating_point() or target.dtype != torch.int64:
         raise ValueError(
             f"cross_entropy was given logits of {logits.dtype} and a target of {target.dtype}, expected "

@@ -114,8 +114,11 @@ class BoundWeights:
                 "LBFGS looks for a direction of all parameters together, of which a rank has some: use an optimizer "
                 "that steps each by itself"
             )
-        if sharded := [name for name in self.whole.take(optimizer) if name not in self.leaves]:
-            raise ValueError(f"{sharded[0]} is stepped by the sharded optimizer: leave it out of this one")
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, p in chain.from_iterable(own.items() for own in self.sharded.values()):
+            if id(p) in held:
+                raise ValueError(f"{name} is stepped by the sharded optimizer: leave it out of this one")
+        self.whole.take(optimizer)
         self.marks.hold(self.watch.parameters, self.shards, self.whole.taken)
         self.marks.mark(optimizer)
         optimizer.register_step_pre_hook(self._begin_step)

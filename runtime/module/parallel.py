@@ -8,6 +8,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only  # private, with no public twin
 
 from autoptd.runtime.checkpoint.loading import load_step
 from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
@@ -18,8 +19,9 @@ from autoptd.runtime.engine.batch import call_signature, find_loss
 from autoptd.runtime.engine.bound_shape import BoundShape, ShapeFunctions
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.engine.last_step import LastStep
+from autoptd.runtime.engine.lazy_output import LazyOutput
 from autoptd.runtime.guards.optimizer_watch import watch_divided, watch_steps
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 from autoptd.runtime.module.bound_weights import BoundWeights
 from autoptd.runtime.module.gradient_norm import clip_gradients, clip_over_ranks
 from autoptd.runtime.module.step_runner import StepRunner
@@ -88,12 +90,28 @@ class Parallel(BoundModule):
             clip_over_ranks(self, self._runner)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on this replica's batch, of a compiled shape; return the model's output with only the loss.
+        """Run the step on this replica's batch, of a compiled shape; return the model's output.
+
+        It has the loss, and as `LazyOutput` what ``compile(outputs=...)`` asked for; all other fields are None.
 
         With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
         for steps of several calls, whose counts of labels differ.
         """
         return self._runner.call(self, args, kwargs)
+
+    def gather_replicas(self, given: Any) -> Any:
+        """Return a tensor, or nested ones, with the rows of all replicas, in the order of the data ranks.
+
+        Every rank must call it. A Trainer that gathers so counts each row once: ``trainer.gather_function =
+        trainer.accelerator.gather_for_metrics = parallel.gather_replicas``.
+        """
+
+        def gather(x: Tensor) -> Tensor:
+            own = x.full() if isinstance(x, LazyOutput) else x
+            return torch.cat(list(map(torch.atleast_1d, self._connection.rank.group("data").all_gather(own))))
+
+        with self._connection.position.collective_call("gather_replicas"), self._connection.exchange():
+            return tree_map_only(Tensor, gather, given)
 
     def train_step(
         self,

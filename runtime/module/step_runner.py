@@ -1,6 +1,6 @@
 """The steps of a rank: a batch in, the schedule of its shape run, a loss and gradients out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,10 @@ from autoptd.runtime.comm.timings import Measured, gather_measured
 from autoptd.runtime.comm.trace import write_trace
 from autoptd.runtime.engine.batch import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.engine.bound_shape import BoundShape
+from autoptd.runtime.engine.executor import Inputs
 from autoptd.runtime.engine.label_weights import ITEMS, find_divisors, read_items, weigh_items
 from autoptd.runtime.engine.last_step import LastStep, read_last_step
+from autoptd.runtime.engine.lazy_output import LazyOutput, RankPart
 from autoptd.runtime.engine.step import Step
 from autoptd.runtime.guards.nonfinite import explain_nonfinite
 from autoptd.runtime.guards.parameter_watch import describe_unheeded
@@ -56,7 +58,7 @@ class StepRunner:
         self.gradients_everywhere = True
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the step on the batch in `args` and `kwargs`; return the model's output with only the loss filled in.
+        """Run the step on the batch in `args` and `kwargs`; return the model's output: the loss and what was asked for.
 
         `module` is the parallel model. RuntimeError where an earlier call broke off between its messages.
         """
@@ -81,11 +83,7 @@ class StepRunner:
             loss: Tensor = Step.apply(run, note_scale, handover, handover.link)  # type: ignore[no-untyped-call]
         else:
             # Tensors made here are there for later steps, which inference tensors are not.
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                self._connection.position.call(training=False),
-            ):
+            with torch.inference_mode(False), torch.no_grad(), self._connection.position.call(training=False):
                 loss = self._run(number, batch, gradients=False)
         # Now, since on a GPU it waits for the step.
         if self._warns_labels and (warning := unequal_counts(manifest, batch)):
@@ -93,7 +91,16 @@ class StepRunner:
             warn_caller(warning)
         if items is not None:
             loss = loss * weigh_items(manifest, self._rank, batch, items).to(loss.dtype)
-        return self._build_output(loss)
+        return self._build_output(loss, dict(self._take_outputs()))
+
+    def _take_outputs(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Yield the outputs of the last call by their paths; nothing of them has been sent."""
+        made, manifest = self.shape.executor.outputs, self.shape.manifest
+        for stage in manifest.stages:
+            for result in stage.outputs:
+                source, local = stage.index % manifest.mesh.pipeline, made.pop(result.path, None)
+                part = RankPart(result, manifest.num_microbatches, source, self._connection, local)
+                yield result.path, LazyOutput.of(part)
 
     def _train(self, number: int, batch: Batch) -> tuple[Tensor, list[Row]]:
         with self._connection.position.call(training=True):
@@ -110,7 +117,7 @@ class StepRunner:
         if narrow := self.weights.narrow:
             torch._foreach_copy_(list(narrow.values()), list(map(watch.tensors.__getitem__, narrow)))
         inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in shape.executor.stages}
-        if len(manifest.stages) - 1 in shape.executor.stages:  # its rank has the labels
+        if shape.weighs or len(manifest.stages) - 1 in shape.executor.stages:  # the rank of the loss
             divisors = find_divisors(manifest, rank, batch)
         else:
             divisors = torch.ones(manifest.num_microbatches, dtype=torch.float64, device=rank.device)
@@ -151,11 +158,7 @@ class StepRunner:
         return pair[0].to(self._loss_dtype)
 
     def _run_schedule(
-        self,
-        shape: BoundShape,
-        inputs: Mapping[int, Sequence[Sequence[Tensor]]],
-        divisors: Tensor,
-        gradients: bool,
+        self, shape: BoundShape, inputs: Mapping[int, Inputs], divisors: Tensor, gradients: bool
     ) -> tuple[Tensor, Callable[[], object]]:
         """Run the schedule once, on `inputs` by stage; return the result of `share_loss`, and a repetition of it.
 
@@ -170,7 +173,7 @@ class StepRunner:
             lent = (p.grad for p in self.weights.leaves.values() if p.grad is not None)
             sums.start(lent, shape.executor.measured)
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            seeds = (scale / divisors).unbind()
+            seeds = scale / divisors
         run = partial(shape.executor.run, leaves.by_stage, inputs, seeds, self.weights.await_stage)
         position = self._connection.position
         with self._connection.exchange():

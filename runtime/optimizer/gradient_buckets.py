@@ -13,17 +13,15 @@ BUCKET_BYTES = 25 * 2**20
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def sum_over(group: Group, tensors: list[Tensor]) -> None:
-    """Replace the entries of `tensors` with their sums over `group`.
-
-    In buckets of one dtype and about 25 MB, in their order; the tensors themselves may be overwritten.
-    """
+def sum_over(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Sum `tensors` over `group` in place, in buckets of one dtype and about 25 MB, in their order."""
     if group.size == 1:
         return
     for bucket in fill_buckets(tensors):
         sums = group.post_all_reduce([tensors[i] for i in bucket]).wait()
         for i, summed in zip(bucket, sums, strict=True):
-            tensors[i] = summed
+            if summed.data_ptr() != tensors[i].data_ptr():
+                tensors[i].copy_(summed)
 
 
 def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor:

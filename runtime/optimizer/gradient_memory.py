@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.kernels.linear import SUM
-from autoptd.runtime.kernels.precision import HALF, widen
+from autoptd.runtime.kernels.operands import HALF, widen
 from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 
 # Where products add in float32 what they multiply in half precision. Tests add "cpu".

@@ -1,6 +1,7 @@
 """Sum one step's gradients over microbatches, stages, ranks and replicas, each as soon as it is complete."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -182,23 +183,12 @@ class GradientSums:
         for name in bucket.views.keys() & self._memory.further.keys():
             for further in self._memory.further[name]:
                 bucket.views[name].add_(further)
-        if not self._partial.isdisjoint(names):
-            self._sum_partial({name: bucket.views[name] for name in names if name in self._partial})
+        tensor = self._connection.rank.group("tensor")
+        partial = ((self._placements[name], bucket.views[name]) for name in names if name in self._partial)
+        rows = (on_tensor.split(gradient, tensor.size, divided=False) for on_tensor, gradient in partial)
+        sum_over(tensor, list(chain.from_iterable(rows)))
         if bucket.shard is None:
             posted = self._data.post_all_reduce([bucket.flat])
         else:
             posted = self._data.post_reduce_scatter(bucket.flat)
         self._posted.append((posted, bucket, names, owners))
-
-    def _sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
-        tensor = self._connection.rank.group("tensor")
-        partial = [
-            rows
-            for name, gradient in gradients.items()
-            for rows in self._placements[name].split(gradient, tensor.size, divided=False)
-        ]
-        sums = list(partial)
-        sum_over(tensor, sums)
-        for rows, summed in zip(partial, sums, strict=True):
-            if summed is not rows:
-                rows.copy_(summed)

@@ -102,10 +102,8 @@ class WholeParameters:
             self._kept[name] = slices = p.data, p.grad
             p.grad, p.data = None, p.new_zeros(()).expand(self._known[name].shape)
             if name in self._steppers and self._steppers[name][0] == self._data.index:
-                given = (x for x in slices if x is not None)
-                whole, *gradient = (
-                    on_tensor.join(self._tensor.all_gather(x)) if divided else x for x in given
-                )
+                own = (x for x in slices if x is not None)
+                whole, *gradient = (on_tensor.join(self._tensor.all_gather(x)) if divided else x for x in own)
                 if self._steppers[name] == self._here:
                     p.data = self._memory.setdefault(name, whole).copy_(whole)
                     p.grad = gradient[0] if gradient else None

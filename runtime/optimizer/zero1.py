@@ -13,6 +13,7 @@ from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
 OptimizerT = TypeVar("OptimizerT", bound=optim.Optimizer)
 Parameters = Mapping[str, nn.Parameter]  # of a model, by name
 Dtypes = Mapping[str, torch.dtype]
+Buckets = list[list[list[str]]]  # names of parameters, in buckets, of each group
 
 # Their step changes an element by that element's gradient and state alone, so that a part may be stepped by itself.
 ELEMENTWISE = (
@@ -195,7 +196,7 @@ def is_shaped(value: Any) -> bool:
 
 def fill_groups(
     optimizer: optim.Optimizer, parameters: Parameters, dtypes: Dtypes, rows: Sequence[Sequence[str]]
-) -> list[list[list[str]]]:
+) -> Buckets:
     """Return the trained `parameters` of each group of `optimizer` in buckets, one for each shard.
 
     A bucket's parameters are of one of the `rows`, whose gradients are whole together, and of one of `dtypes`, in which
@@ -210,7 +211,7 @@ def fill_groups(
             f"(parallel.whole_optimizer({kind.__name__}, parameters, ...))"
         )
     names = {parameter: name for name, parameter in parameters.items()}
-    groups = []
+    groups: Buckets = []
     for number, settings in enumerate(optimizer.param_groups):
         if settings.get("differentiable"):
             raise ValueError(f"parameter group {number} is differentiable, and shards are not: leave it out")
@@ -227,11 +228,7 @@ def fill_groups(
 
 
 def lay_out_shards(
-    optimizer: optim.Optimizer,
-    parameters: Parameters,
-    dtypes: Dtypes,
-    buckets: Sequence[Sequence[Sequence[str]]],
-    group: Group,
+    optimizer: optim.Optimizer, parameters: Parameters, dtypes: Dtypes, buckets: Buckets, group: Group
 ) -> list[FlatShard]:
     """Make shards of the `buckets` of each group of `optimizer`, which steps these from now on, with their states.
 

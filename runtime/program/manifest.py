@@ -61,24 +61,52 @@ class Boundary:
 
 
 @dataclass(frozen=True)
+class Result:
+    """A tensor that a call returns besides the loss: one of ``compile(outputs=...)``.
+
+    `path` is its place in what the model returns: ("logits",), or ("hidden_states", "2") of several. `shape` is that of
+    one microbatch, on all tensor ranks together, and `batch_dim` its dimension of samples; without one a call returns
+    the tensors of all microbatches, stacked.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None = None
+    placement: Placement = REPLICATED
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True)
 class StageInterface:
-    """The arguments and results of stage `index`; its function is ``stage_<index>(rank, p, *receives, *inputs)``."""
+    """The arguments and results of stage `index`; its function is ``stage_<index>(rank, p, *receives, *inputs)``.
+
+    It returns what it `sends`, or the loss, and then the `outputs` that are made in it.
+    """
 
     index: int
     receives: tuple[Boundary, ...]
     sends: tuple[Boundary, ...]
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
+    outputs: tuple[Result, ...] = ()
 
 
 @dataclass(frozen=True)
 class Output:
-    """The structure of a call's result around the loss: `kind` "tensor", "tuple", "dict" or "dataclass"."""
+    """The structure of a call's result around the loss: `kind` "tensor", "tuple", "dict" or "dataclass".
+
+    With `separate_loss` a call returns the loss, and the model's result as the second of two.
+    """
 
     kind: str
     loss: str = ""
     type: str = ""
     fields: tuple[str, ...] = ()
+    separate_loss: bool = False
 
 
 @dataclass(frozen=True)

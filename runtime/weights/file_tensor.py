@@ -34,21 +34,6 @@ class FileTensor:
             found: Any = reader.get_slice(self.name)[rows] if rows else reader.get_tensor(self.name)
             return cast(Tensor, found)
 
-    def copy_rows(self, dim: int, first: int, end: int, into: Tensor) -> None:
-        """Copy rows `first` to `end` of dimension `dim`; of an inner one, a block of the file after the other.
-
-        Pages of a file stay in memory while it is open, so each block opens it again.
-        """
-        if dim == 0:
-            into.copy_(self.read(slice(first, end)))
-            return
-        count, *inner = self.shape
-        columns = (*[slice(None)] * (dim - 1), slice(first, end))
-        size = max(1, BLOCK // max(1, torch.Size(inner).numel()))
-        for start in range(0, count, size):
-            rows = slice(start, min(start + size, count))
-            into[rows].copy_(self.read(rows, *columns))
-
 
 Weights = Mapping[str, Tensor | FileTensor]
 
@@ -59,8 +44,19 @@ def read_whole(tensor: Tensor | FileTensor) -> Tensor:
 
 
 def copy_rows(tensor: Tensor | FileTensor, dim: int, first: int, end: int, into: Tensor) -> None:
-    """Copy rows `first` to `end` of dimension `dim` to `into`, converted to its dtype and device."""
-    if isinstance(tensor, FileTensor):
-        tensor.copy_rows(dim, first, end, into)
-    else:
+    """Copy rows `first` to `end` of dimension `dim` to `into`, converted to its dtype and device.
+
+    Of a file's inner dimension a block after the other: pages of a file stay in memory while it is open, so each block
+    opens it again.
+    """
+    if isinstance(tensor, Tensor):
         into.copy_(tensor.detach().narrow(dim, first, end - first))
+    elif dim == 0:
+        into.copy_(tensor.read(slice(first, end)))
+    else:
+        count, *inner = tensor.shape
+        columns = (*[slice(None)] * (dim - 1), slice(first, end))
+        size = max(1, BLOCK // max(1, torch.Size(inner).numel()))
+        for start in range(0, count, size):
+            rows = slice(start, min(start + size, count))
+            into[rows].copy_(tensor.read(rows, *columns))

@@ -103,8 +103,7 @@ class SlicedModule(BoundModule):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set as on any module, with a warning unless it is a tensor or module: a layer's eps or p, say."""
         nn.Module.__setattr__(self, name, value)
-        internal = name[0] == "_" or name in ("training", "arrive")
-        if not internal and not isinstance(value, Tensor | nn.Module):
+        if not (name[0] == "_" or name in ("training", "arrive") or isinstance(value, Tensor | nn.Module)):
             warn_caller(UNREAD.format(name=name))
 
 

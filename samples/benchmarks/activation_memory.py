@@ -24,7 +24,7 @@ from torch import Tensor, UntypedStorage, nn
 
 import autoptd
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.engine.bound_shape import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel

@@ -135,7 +135,7 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
     rows: list[tuple[Tensor, ...]] = [(x,) for x in batch.split(1)]
     nothing: list[tuple[Tensor, ...]] = [()] * case.num_microbatches
     inputs = {index: nothing if index else rows for index in stages}
-    seeds = torch.full((case.num_microbatches,), 1 / case.num_microbatches).unbind()
+    seeds = torch.full((case.num_microbatches,), 1 / case.num_microbatches, dtype=torch.float64)
 
     def pass_by(stage: int) -> None:
         """Nothing begins or ends with a stage: there are no gradients to sum."""

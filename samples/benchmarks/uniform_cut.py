@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from autoptd import compiler
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.stages.cut import Found
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.structure.linear_order import Row

@@ -8,7 +8,7 @@ import pytest
 
 from autoptd.options import Options
 from autoptd.pass_list import PASSES, check_stage, select_passes
-from autoptd.passes.ir.node_info import change_info, info
+from autoptd.passes.ir.nodes import change_info, info
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import collectives
 from autoptd.runtime.program.placement import REPLICATED

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program, recomputed_groups, values_given, values_taken
 from autoptd.passes.recompute import find_cores, recompute_activations
 from autoptd.text.comments import write_bytes

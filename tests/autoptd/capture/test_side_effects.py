@@ -344,6 +344,18 @@ def test_a_loss_may_read_what_its_modules_left() -> None:
     assert max(report.gradient_errors.values()) < 1e-12
 
 
+def test_what_a_step_hands_out_may_be_left_too() -> None:
+    class Returning(Plain):
+        def forward(self, idx: Tensor, targets: Tensor) -> Any:
+            loss = super().forward(idx, targets)
+            return loss, self.cache
+
+    model = Returning(leave_on_the_module)
+    with pytest.raises(ValueError, match="return it beside the loss and name it in outputs="):
+        compile_plain(model)
+    autoptd.compile(model, (1, 1, 1), example_inputs=INPUTS, outputs=("1",))
+
+
 def test_a_forward_without_gradients_is_refused() -> None:
     """Where the plain model's backward raises; round a compilation, and for a part of the model, there are others."""
     for without in (torch.no_grad, torch.inference_mode):

@@ -219,7 +219,8 @@ def test_verify_builds_a_model_with_plain_tensors(tmp_path: Path, capsys: pytest
 def test_a_failed_verification_is_a_failure(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = Report(float("nan"), 1.0, {"wte.weight": float("inf")}, (), 8, 0.1)
+    errors = {"output logits": float("inf")}
+    report = Report(float("nan"), 1.0, {"wte.weight": float("inf")}, (), 8, 0.1, output_errors=errors)
     monkeypatch.setattr(CompiledProgram, "verify", lambda self, **_: report)
     words = ["verify", str(folder), "--model", "small_models:make_small"]
     assert main([*words, "--json"]) == 1
@@ -227,6 +228,7 @@ def test_a_failed_verification_is_a_failure(
     assert found["passed"] is False
     assert found["loss"] is None
     assert found["gradient_errors"] == {"wte.weight": None}
+    assert found["output_errors"] == {"output logits": None}
     assert main(words) == 1
     assert "FAILED" in capsys.readouterr().out
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import fx
 
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.manifest import Manifest

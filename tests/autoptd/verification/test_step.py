@@ -19,7 +19,7 @@ from autoptd.runtime.program.manifest import Input
 from autoptd.text.reader import trace_program
 from autoptd.verification import step
 from autoptd.verification.float64 import Promotion
-from autoptd.verification.gradients import StepResult, compare_gradients, join_gradients
+from autoptd.verification.gradients import StepResult, compare_gradients, compare_outputs, join_gradients
 from autoptd.verification.random_inputs import draw_batch, draw_weights
 from autoptd.verification.report import Report
 from samples.gpt import GPT, GPTConfig
@@ -134,6 +134,25 @@ def test_in_the_model_s_own_dtype_rounding_passes_and_faults_do_not(dtype: torch
     faulty = replace(program, texts=texts).verify(dtype="model")
     assert not faulty.passed
     assert "h.0.attn.c_proj.bias" in faulty.wrong
+
+
+class Satisfied(nn.Module):
+    """A model whose margin holds: loss and gradients are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x) - 100).mean()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "model"])
+def test_a_loss_of_zero_is_verified(dtype: str) -> None:
+    program = autoptd.compile(
+        Satisfied(), (1, 1, 1), example_inputs={"x": torch.ones(2, 4)}, num_microbatches=1
+    )
+    assert program.verify(dtype=dtype).passed
 
 
 def test_an_assertion_and_an_error_of_the_backward_have_their_line() -> None:
@@ -452,6 +471,12 @@ def test_a_gradient_of_rounding_only_is_no_error() -> None:
     assert errors == pytest.approx({"a": 0.25, "b": 5e-3, "c": 2e-14, "d": 0.0})
     assert compare_gradients({"c": torch.ones(1)}, expected)["c"] == pytest.approx(500)
     assert compare_gradients({}, expected)["a"] == 1.0
+
+
+def test_a_complex_output_is_compared_with_its_imaginary_part() -> None:
+    own, plain = ([{("z",): torch.complex(torch.ones(2), torch.full((2,), y))}] for y in (1.0, 0.0))
+    assert compare_outputs(own, plain) == {"output z": 1.0}
+    assert compare_outputs(plain, [{("z",): torch.ones(3)}]) == {"output z": float("inf")}
 
 
 def test_ranks_that_disagree_are_named() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
+import autoptd
 from autoptd.passes.cost.work import Product, backward_work, forward_work
-from autoptd.passes.ir.node_info import NodeInfo, describe
+from autoptd.passes.ir.nodes import NodeInfo, describe
 from autoptd.passes.operators.unfamiliar import bound_hidden
 from autoptd.runtime import aten, collectives, kernels
 
@@ -273,3 +274,25 @@ def test_several_linears_of_one_input_add_their_gradients_in_their_products() ->
     assert backward[0].overlapped is not None
     assert len(backward[0].overlapped.products) == 2
     assert backward[0].read == backward[1].read + backward[2].read + X.numel() * 2  # the sum so far
+
+
+class Mixture(nn.Module):
+    """Four experts by torch's grouped product, a row to each in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 16), nn.Linear(16, 10, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = self.embed(ids).flatten(0, 1).bfloat16()
+        ends = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+        for _ in range(3):
+            rows = nn.functional.grouped_mm(rows, self.experts.bfloat16(), offs=ends)
+        return nn.functional.cross_entropy(self.head(rows.float()), labels.flatten())
+
+
+def test_experts_count_in_a_program() -> None:
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    program = autoptd.compile(Mixture(), (1, 1, 1), example_inputs={"ids": ids, "labels": ids})
+    assert program.manifest.model_flops == 3 * 2 * 8 * 16 * (3 * 16 + 10)

@@ -19,7 +19,7 @@ from autoptd.passes.fusion import rules
 from autoptd.passes.fusion.patterns import Call, Match, is_call
 from autoptd.passes.fusion.rules import fuse_operators
 from autoptd.passes.ir.names import operator_word
-from autoptd.passes.ir.node_info import change_info, info
+from autoptd.passes.ir.nodes import change_info, info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators.table import OPERATORS
 from autoptd.runtime import aten, kernels
@@ -158,6 +158,11 @@ def mean_square(x: Tensor, power: float = 2) -> Tensor:
     return x.pow(power).mean(-1, keepdim=True)
 
 
+def narrow(m: Any, x: Tensor, width: int = 2) -> Tensor:
+    """A product of `width` inputs and eight outputs."""
+    return functional.linear(x[..., :width], m.one.weight[:, :width])
+
+
 def turn(x: Tensor) -> Tensor:
     return torch.cat([-x[..., 4:], x[..., :4]], -1)
 
@@ -221,6 +226,8 @@ JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
     "rotary by tables of fewer dimensions": (rotary(4, 8), kernels.rotary_embedding),
     "rotary by one row for all": (rotary(8), kernels.rotary_embedding),
     "rotary of chunks": (rotary(4, 8, turn=turn_chunks), kernels.rotary_embedding),
+    "a low-rank product and add": (lambda m, x, y: narrow(m, x) * 0.5 + y, kernels.add_linear),
+    "add and a low-rank product": (lambda m, x, y: y + narrow(m, x), kernels.add_linear),
     "add and rms norm": (
         lambda m, x, y: (x + y) + m.scale * ((x + y) * torch.rsqrt(mean_square(x + y) + 1e-6)),
         None,
@@ -256,6 +263,9 @@ APART: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
         4, 8, turn=lambda x: torch.cat([-x.chunk(2, -1)[0], x.chunk(2, -1)[1]], -1)
     ),
     "a norm of two dimensions": lambda m, x, y: functional.layer_norm(x + y, (4, 8)),
+    "a product of full rank and add": lambda m, x, y: narrow(m, x, 8) * 0.5 + y,
+    "a low-rank product that two read": lambda m, x, y: (lambda z: z.exp() + (z + y))(narrow(m, x)),
+    "a low-rank product times a tensor": lambda m, x, y: narrow(m, x) * m.scale + y,
     "a norm without a weight": lambda m, x, y: functional.layer_norm(x + y, (8,)),
 }
 

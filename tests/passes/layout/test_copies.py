@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.node_info import NodeInfo, describe
+from autoptd.passes.ir.nodes import NodeInfo, describe
 from autoptd.passes.layout.copies import Strides, find_copies
 from autoptd.runtime import aten
 from autoptd.runtime.program.mesh import Mesh

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autoptd
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.layout.copies import Strides, find_copies
 from autoptd.passes.layout.sequence_first import rewrite_layout

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autoptd.capture.export import capture
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.normalize import normalize
 from autoptd.runtime import aten, kernels
@@ -189,6 +189,28 @@ def test_matmul_with_a_transposed_weight_is_linear() -> None:
     _, _, program = program_of(weight_transposed)
     assert operators(program).count(aten.linear.default) == 3
     assert aten.matmul.default not in operators(program)
+
+
+def dora(m: Any, x: Tensor) -> Any:
+    weight, eye = m.linear.weight, torch.eye(6)
+    turned = functional.linear(eye, weight) + m.linear(eye)
+    norms = torch.linalg.norm(weight.detach(), dim=1) + torch.linalg.norm(weight, dim=1)
+    others = torch.linalg.norm(weight.detach(), 1.0, 1) + torch.linalg.norm(weight.detach(), "fro", (0, 1))
+    return x @ turned * norms + others
+
+
+def test_products_of_an_identity_and_norms_without_gradients_are_written_out() -> None:
+    """A product with a bias stays, and so do a norm with a gradient, which is 0 at 0, and norms of another order."""
+    model, inputs, program = program_of(dora)
+    found = operators(program)
+    assert found.count(aten.linear.default) == 2  # one before `dora`
+    assert found.count(aten.sqrt.default) == 1
+    assert found.count(aten.linalg_norm.default) == 2
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    run_graph(program, weights, inputs).backward()
+    model(**inputs).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(weights[name].grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_dropouts_are_numbered_in_order() -> None:

@@ -22,7 +22,7 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import forward_work
-from autoptd.passes.ir.node_info import NodeInfo, describe, info
+from autoptd.passes.ir.nodes import NodeInfo, describe, info
 from autoptd.passes.ir.program import Program, Stage, recomputed_groups
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, fx, nn
 
-from autoptd.passes.ir.node_info import info
+from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize

@@ -16,7 +16,7 @@ import autoptd
 from autoptd.check.program import check_program
 from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.passes.fusion.rules import fuse_operators
-from autoptd.passes.ir.node_info import change_info
+from autoptd.passes.ir.nodes import change_info
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.passes.operators.proof import PlacementError
 from autoptd.passes.tensor_parallel.overlap import overlap_reductions

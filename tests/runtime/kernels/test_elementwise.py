@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime import kernels
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 from tests.marks import cover_pairs
 from tests.masks import keep_mask
 from tests.runtime.kernels.elementwise_cases import CASES, OPERATOR, Case, make_rank, scatter

@@ -234,8 +234,8 @@ def test_cross_entropy_says_what_it_takes() -> None:
         kernels.cross_entropy(rank, torch.zeros(2, 3, 7), torch.zeros(2, 3, dtype=torch.int64), 7)
     with pytest.raises(ValueError, match=r"logits \[2, 7\] and target \[2\], .* with V = 9 and t = 1"):
         kernels.cross_entropy(rank, torch.zeros(2, 7), torch.tensor([0, 8]), 9)
-    with pytest.raises(ValueError, match="reduction='none', expected 'mean' or 'sum'"):
-        kernels.cross_entropy(rank, torch.zeros(2, 7), torch.zeros(2, dtype=torch.int64), 7, reduction="none")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reduction='max', expected 'mean', 'sum' or 'none'"):
+        kernels.cross_entropy(rank, torch.zeros(2, 7), torch.zeros(2, dtype=torch.int64), 7, reduction="max")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4])

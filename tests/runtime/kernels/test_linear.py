@@ -23,9 +23,9 @@ RANK = Rank.local(Mesh(1, 1, 1))
 BIAS = torch.linspace(-1, 1, 24)
 
 
-def add_plainly(own: Tensor, left: Tensor, right: Tensor) -> None:
+def add_plainly(own: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
     """What the product means, which a CPU has no operator for."""
-    own += left.float() @ right.float()
+    own += scale * left.float() @ right.float()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -41,6 +41,10 @@ def bias_of(x: Tensor) -> Tensor:
     return BIAS.to(x)
 
 
+def total_of(x: Tensor) -> Tensor:
+    return bias_of(x).expand(*x.shape[:-1], len(BIAS))
+
+
 # Each with a weight [out, in] = [24, 16], or [in, out]: ours, whose product adds to the sum, and torch's.
 WAYS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "linear": (lambda x, w: kernels.linear(x, w), False),
@@ -51,6 +55,8 @@ WAYS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "gelu, transposed": (lambda x, w: kernels.linear_gelu(x, w, bias_of(x), transposed=True), True),
     "split": (lambda x, w: kernels.split_linear(x, w, None, 3), False),
     "split, transposed": (lambda x, w: kernels.split_linear(x, w, bias_of(x), 3, transposed=True), True),
+    "added": (lambda x, w: kernels.add_linear(total_of(x), x, w, 0.3), False),
+    "added, transposed": (lambda x, w: kernels.add_linear(total_of(x), x, w, transposed=True), True),
     "copied split": (lambda x, w: collectives.copied_split_linear(RANK, x, w, None, 3), False),
 }
 
@@ -98,6 +104,25 @@ def test_a_sum_in_the_product_is_not_rounded_in_between(device: str, way: str, d
     assert found.dtype == torch.float32
     assert error(found, exact) < 1e-5
     assert error(rounded, exact) > 20 * error(found, exact)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_an_added_linear_is_the_sum(transposed: bool, scale: float) -> None:
+    """Value and gradients, of rows that do not lie in a row as well."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = (24, 4, 8), (8, 4, 16), (16, 24) if transposed else (24, 16)
+    given = [torch.randn(shape, generator=generator).double().requires_grad_() for shape in shapes]
+
+    total, x, weight = given
+    made = kernels.add_linear(total.permute(2, 1, 0), x, weight, scale, transposed)
+    meant = total.permute(2, 1, 0) + functional.linear(x, weight.t() if transposed else weight) * scale
+    torch.testing.assert_close(made, meant, rtol=1e-14, atol=1e-14)
+    slopes = torch.randn(made.shape, generator=generator).double()
+    pairs = (torch.autograd.grad(y, given, slopes) for y in (made, meant))
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+        assert one.shape == other.shape
 
 
 def look_up(rank: Rank, rows: int, padding_idx: int) -> Callable[..., Tensor]:

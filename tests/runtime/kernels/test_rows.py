@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoptd.runtime.kernels.precision import HALF
+from autoptd.runtime.kernels.operands import HALF
 from tests.marks import cover_pairs, slow_rows_but
 from tests.runtime.kernels.row_cases import CASES, RowCase
 

@@ -424,16 +424,16 @@ class Fields(dict[str, Any]):
 
 def test_outputs_are_rebuilt_round_the_loss() -> None:
     loss = torch.tensor(3.0)
-    assert output_builder(Output("tensor"))(loss) is loss
-    assert output_builder(Output("tuple", "1", "", ("0", "1")))(loss) == (None, loss)
-    assert output_builder(Output("dict", "loss", "", ("loss", "logits")))(loss) == {
+    assert output_builder(Output("tensor"))(loss, {}) is loss
+    assert output_builder(Output("tuple", "1", "", ("0", "1")))(loss, {}) == (None, loss)
+    assert output_builder(Output("dict", "loss", "", ("loss", "logits")))(loss, {}) == {
         "loss": loss,
         "logits": None,
     }
-    named = output_builder(Output("dict", "loss", f"{__name__}:Fields", ("loss", "logits")))(loss)
+    named = output_builder(Output("dict", "loss", f"{__name__}:Fields", ("loss", "logits")))(loss, {})
     assert isinstance(named, Fields)
     assert output_builder(Output("dataclass", "loss", f"{__name__}:Result", ("loss", "logits")))(
-        loss
+        loss, {}
     ) == Result(loss, None)
     with pytest.raises(ValueError, match="output class Missing is not found in module"):
         output_builder(Output("dataclass", "loss", f"{__name__}:Missing", ("loss",)))

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoptd.runtime.checkpoint.error import CheckpointError
-from autoptd.runtime.checkpoint.record import rank_file, read_rank_record
+from autoptd.runtime.checkpoint.files import rank_file
+from autoptd.runtime.checkpoint.record import read_rank_record
 from autoptd.runtime.program.tagged_json import decode_value, encode_value
 
 KEYS = st.one_of(st.text(max_size=4), st.integers(), st.floats(allow_nan=False), st.none())

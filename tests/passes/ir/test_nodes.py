@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from autoptd.passes.ir.node_info import NodeInfo, change_info, describe, info, require_info
+from autoptd.passes.ir.nodes import NodeInfo, change_info, describe, info, require_info
 
 
 def test_a_change_of_one_node_leaves_another_with_the_same_facts_alone() -> None:

@@ -1,0 +1,74 @@
+"""Why a model cannot be traced, and the ways out that work."""
+
+import re
+import traceback
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoptd.capture.fake_module import run_without_data
+from autoptd.capture.objective import DataDependentError, Objective
+from autoptd.capture.side_effects import keeping_attributes
+from autoptd.capture.source_lines import user_line
+
+
+def explain(
+    error: Exception,
+    objective: Objective,
+    mode: FakeTensorMode,
+    values: tuple[Tensor, ...],
+    watching: AbstractContextManager[None],
+) -> str:
+    """Say why the trace ended with `error`: by the model's own code, values that are not known, or torch.export.
+
+    `watching` is entered round a run of the model without data.
+    """
+    unknown = isinstance(error, DataDependentError)
+    place, found = describe_error(error.__cause__ or error if unknown else error, objective.captured)
+    if unknown:
+        return (
+            f"{place}: control flow depends on a tensor's values, which one traced program cannot follow ({found}). "
+            "Ways out: take the condition from shapes, the config or buffers that have values; use torch.where or a "
+            f"mask instead of the branch; pass a module without that branch{find_way(objective.captured)}"
+        )
+    try:
+        with keeping_attributes(objective), run_without_data(mode), watching:
+            objective.find_loss(*values)
+    except Exception as plain:
+        # Torch raises its own errors for what cannot run without data.
+        own = not re.search("torch|meta|fake|subclass|storage", f"{type(plain).__module__} {plain}".lower())
+        if own and type(plain) is type(error):
+            given = ", ".join(f"{i.name} {list(i.shape)} of {i.dtype}" for i in objective.inputs)
+            return f"{place}: the model itself raises {found} with these inputs: {given}. Make it run with them first"
+    return (
+        f"{place}: the model cannot be traced ({found}). Write that call with torch operators, or move it out of "
+        "forward"
+    )
+
+
+def find_way(model: nn.Module) -> str:
+    """Return how experts that loop over their tokens are written for any tokens, where `model` has experts."""
+    kinds = (type(module).__name__ for module in model.modules())
+    if hasattr(model, "set_experts_implementation") and any("Experts" in kind for kind in kinds):
+        return "; for a loop over experts, model.set_experts_implementation('batched_mm')"
+    lists = (
+        name
+        for module in model.modules()
+        for name, part in module.named_children()
+        if len(list(part.children()))
+    )
+    experts = next((name for name in lists if "expert" in name.lower()), None)
+    if experts is None:
+        return ""
+    return (
+        "; for a loop over experts, let each have all tokens, weighed: weights = "
+        "torch.zeros_like(probabilities).scatter(-1, chosen, gates), and then sum(weights[..., e, None] * expert(x) "
+        f"for e, expert in enumerate(self.{experts}))"
+    )
+
+
+def describe_error(error: BaseException, model: nn.Module) -> tuple[str, str]:
+    """Return the error's place in the user's code, and its first line."""
+    place = user_line(traceback.extract_tb(error.__traceback__)) or type(model).__name__
+    return place, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
