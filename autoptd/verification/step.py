@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 
 from autoptd.capture.results import find_outputs
 from autoptd.capture.source_lines import short_line, user_line
-from autoptd.passes.ir.products import bound_arguments
 from autoptd.passes.ir.nodes import results_of
+from autoptd.passes.ir.products import bound_arguments
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
@@ -111,7 +111,11 @@ def verify_program(
         bounds={} if precise else _find_bounds(program, plain, tensors, seed, run_alone),
     )
     # Sums of values in fewer bits are never the same, so that only float64 has a line.
-    return replace(report, fault=_find_fault(report, program, manifest, run_alone, run_divided)) if precise else report
+    return (
+        replace(report, fault=_find_fault(report, program, manifest, run_alone, run_divided))
+        if precise
+        else report
+    )
 
 
 def _find_bounds(
