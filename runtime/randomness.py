@@ -160,7 +160,7 @@ def count_dropped(p: float) -> int:
 
 
 class Draws(NamedTuple):
-    """What all draws of a mask have in common: the key of their counters, two words of these, and how many drop."""
+    """All draws of a mask have these in common: the key of their counters, two words of these, and how many drop."""
 
     key: tuple[Any, Any]
     call: Any

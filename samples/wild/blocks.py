@@ -94,7 +94,7 @@ class AskedMask(Attention):
 class Rope(nn.Module):
     """A module with a buffer that nothing reads, which all layers share: torchtune's."""
 
-    theta: Tensor
+    table: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +102,7 @@ class Rope(nn.Module):
         self.register_buffer("table", torch.linspace(0.5, 1, SIZE), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x * self.table
-        return out
+        return x * self.table
 
 
 class SharedModule(Decoder):

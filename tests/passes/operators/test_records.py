@@ -11,7 +11,8 @@ from autoptd.passes.operators.unfamiliar import UNFAMILIAR
 from autoptd.runtime import collectives, kernels
 
 OURS = [
-    *(getattr(kernels, name) for name in kernels.__all__),
+    # An autograd function of the user's is its own operator, which the texts alone write as a call of ours.
+    *(getattr(kernels, name) for name in kernels.__all__ if name != "autograd_function"),
     *(collectives.copy_to_tensor, collectives.reduce_from_tensor, collectives.take_own),
     *collectives.COPIED,
 ]
