@@ -125,6 +125,11 @@ class BoundWeights:
         optimizer.register_step_post_hook(self._end_step)
         return optimizer
 
+    def taken_by(self, optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+        """Return the parameters that an optimizer, or the one that it wraps, steps whole, by name: whether here."""
+        hooks = getattr(getattr(optimizer, "optimizer", optimizer), "_optimizer_step_pre_hooks", {})
+        return self.whole.taken if self._begin_step in hooks.values() else {}
+
     @leave_uncompiled
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """Call the closure of a step of whole parameters, if any, which needs the slices; then put them together."""

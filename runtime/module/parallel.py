@@ -325,9 +325,10 @@ class Parallel(BoundModule):
 
     def _training(self, optimizer: torch.optim.Optimizer | None, scheduler: Schedulers) -> Training:
         self._weights.adopt_writes()
-        slices, shards, taken = self._slices(), self._weights.shards, self._weights.whole.taken
-        named = None if optimizer is None else NamedOptimizer(optimizer, slices, shards, taken)
-        own = slices, shards, named, name_schedulers(scheduler), self._runner.loss_scale
+        slices, weights = self._slices(), self._weights
+        taken = weights.taken_by(optimizer) if optimizer else {}
+        named = NamedOptimizer(optimizer, slices, weights.shards, taken) if optimizer else None
+        own = slices, weights.shards, named, name_schedulers(scheduler), self._runner.loss_scale
         return Training(self._manifest, self._connection.rank, *own)
 
     def _take_over(self) -> None:

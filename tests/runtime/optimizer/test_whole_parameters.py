@@ -195,6 +195,34 @@ def test_a_checkpoint_moves_between_meshes(name: str, tmp_path: Path) -> None:
         assert_near(run_threads(chain.manifest, partial(run, chain, number))[0], plain)
 
 
+def test_the_checkpoint_of_another_optimizer_has_its_own_states(tmp_path: Path) -> None:
+    """One of whole parameters was made, and is not used."""
+    chain = Chain((2, 1, 1), "gpipe", 2, 2)
+
+    def list_states(parallel: Parallel, optimizer: Optimizer) -> dict[str, Tensor]:
+        known = (item for item in parallel.named_parameters() if item[1] in optimizer.state)
+        return {name: optimizer.state[p]["exp_avg"].clone() for name, p in known}
+
+    def save(connection: Connection) -> dict[str, Tensor]:
+        parallel = chain.parallel(connection)
+        parallel.whole_optimizer(Lamb, parallel.parameters(), lr=0.01)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+        backward(parallel, chain, connection, 0)
+        optimizer.step()
+        parallel.save_checkpoint(tmp_path, optimizer)
+        return list_states(parallel, optimizer)
+
+    def load(connection: Connection) -> dict[str, Tensor]:
+        parallel = chain.parallel(connection)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+        parallel.load_checkpoint(tmp_path, optimizer)
+        return list_states(parallel, optimizer)
+
+    saved, loaded = (run_threads(chain.manifest, run) for run in (save, load))
+    for before, after in zip(saved, loaded, strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
 def step_once(
     chain: Chain, make: Callable[[nn.Module, Callable[..., Optimizer]], Callable[[Any], object]]
 ) -> None:
