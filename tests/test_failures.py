@@ -21,7 +21,7 @@ import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime import launch
 from autoptd.runtime.comm.groups import LocalGroup
-from autoptd.runtime.comm.journal import Journal, TracedGroup, TracedPosition
+from autoptd.runtime.comm.journal import Journal, TracedPosition
 from autoptd.runtime.health.activity import PHASES, Position
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.schedule import Action
@@ -254,15 +254,14 @@ def test_a_trace_tells_what_every_rank_did(tmp_path: Path) -> None:
 
 
 def test_a_sum_of_several_tensors_is_one_line_of_a_trace(tmp_path: Path) -> None:
-    group = TracedGroup(LocalGroup(2), "data", TracedPosition(None, {}, Journal(tmp_path, 0)))
+    group = LocalGroup(2)
+    TracedPosition(None, {}, Journal(tmp_path, 0)).trace(group, "data")
     for shapes in ([(2, 3)], [(2, 3), (), (4,)]):
         sums = group.post_all_reduce([torch.zeros(shape, device="meta") for shape in shapes]).wait()
         assert [tuple(x.shape) for x in sums] == shapes
     lines = [json.loads(line) for line in (tmp_path / "rank_00000.jsonl").read_text().splitlines()]
-    assert [(line["post"], line["shape"]) for line in lines] == [
-        ("all_reduce sum", [2, 3]),
-        ("all_reduce sum", [11]),
-    ]
+    posted = [(line["post"], line["shape"]) for line in lines if "post" in line]
+    assert posted == [("all_reduce", [2, 3]), ("all_reduce", [11])]
 
 
 def test_a_limit_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

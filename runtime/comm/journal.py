@@ -2,16 +2,19 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.comm.groups import Group, Posted, Reduction
+from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.program.schedule import Action
+
+CALLS = ("all_reduce", "all_gather", "broadcast", "post_all_reduce", "post_reduce_scatter", "post_all_gather")
 
 
 class Journal:
@@ -51,53 +54,25 @@ class TracedPosition(Position):
 
     def trace_groups(self, connection: Connection) -> None:
         """Write the collectives of `connection` to the journal too."""
-        rank = connection.rank
-        rank.groups = {axis: TracedGroup(group, axis, self) for axis, group in rank.groups.items()}
-        connection.world = TracedGroup(connection.world, "world", self)
-        tied = connection.tied.items()
-        connection.tied = {owners: TracedGroup(group, f"tied {list(owners)}", self) for owners, group in tied}
+        groups = {**connection.rank.groups, "world": connection.world}
+        groups |= {f"tied {list(owners)}": group for owners, group in connection.tied.items()}
+        for name, group in groups.items():
+            if group.size > 1:
+                self.trace(group, name)
 
+    def trace(self, group: Group, name: str) -> None:
+        """Write the calls of a `group` to the journal under its `name`."""
+        for call in CALLS:
+            setattr(group, call, partial(self._note_call, name, call, getattr(group, call)))
 
-class TracedGroup(Group):
-    """A group whose calls are written to a journal under its name."""
-
-    def __init__(self, group: Group, name: str, position: TracedPosition) -> None:
-        super().__init__(group.size, group.index)
-        self.counts, self.elements = group.counts, group.elements
-        self._group, self._name, self._position = group, name, position
-
-    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        with self._noting(f"all_reduce {op}", x):
-            return self._group.all_reduce(x, op)
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        with self._noting("all_gather", x):
-            return self._group.all_gather(x)
-
-    def broadcast(self, x: Tensor, source: int) -> Tensor:
-        with self._noting(f"broadcast from {source}", x):
-            return self._group.broadcast(x, source)
-
-    def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
-        self._note("post", "all_reduce sum", *tensors)
-        return self._group.post_all_reduce(tensors)
-
-    def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
-        self._note("post", "reduce_scatter", x)
-        return self._group.post_reduce_scatter(x)
-
-    def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
-        self._note("post", "all_gather", x)
-        return self._group.post_all_gather(x, into)
-
-    @contextmanager
-    def _noting(self, what: str, x: Tensor) -> Iterator[None]:
-        self._note("begin", what, x)
-        yield  # a call that fails has no end
-        self._note("end", what, x)
-
-    def _note(self, event: str, what: str, *tensors: Tensor) -> None:
-        if self.size > 1:
-            shape = list(tensors[0].shape) if len(tensors) == 1 else [sum(x.numel() for x in tensors)]
-            fields = {event: what, "group": self._name, "shape": shape, "dtype": str(tensors[0].dtype)}
-            self._position.journal.write(self._position.read().step, **fields)
+    def _note_call(self, group: str, call: str, run: Callable[..., Any], given: Any, *rest: Any) -> Any:
+        """Run a collective of `given` tensors, with a line of its post, or of its begin and, unless it fails, its end."""
+        posted, tensors = call.startswith("post_"), [given] if isinstance(given, Tensor) else given
+        shape = list(tensors[0].shape) if len(tensors) == 1 else [sum(x.numel() for x in tensors)]
+        what = " ".join([call.removeprefix("post_"), *(str(x) for x in rest if not isinstance(x, Tensor))])
+        about = {"group": group, "shape": shape, "dtype": str(tensors[0].dtype)}
+        self.journal.write(self.read().step, **{"post" if posted else "begin": what}, **about)
+        result = run(given, *rest)
+        if not posted:
+            self.journal.write(self.read().step, end=what, **about)
+        return result
