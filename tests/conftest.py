@@ -16,6 +16,7 @@ import torch
 
 from autoptd.runtime.kernels import registration
 from tests.captures import SHARED, Captures
+from tests.counting import count_all
 from tests.shared_passes import order_once, run_passes_once
 
 # On some processors MKL rounds a product otherwise where its operands lie otherwise; in this mode on none, so that
@@ -26,6 +27,8 @@ os.environ["MKL_CBWR"] = "COMPATIBLE"
 # workers that wait for each other's threads lose much.
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that a test starts
 torch.set_num_threads(1)
+
+count_all()
 
 # A collection of all objects takes a second in a process that has collected every test, and finds little.
 gc.set_threshold(10_000, 10, 20)

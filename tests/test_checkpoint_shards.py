@@ -30,6 +30,7 @@ from tests.checkpoints import (
     compile_config,
     train_steps,
 )
+from tests.counting import elements
 from tests.generated_models import make_batch
 from tests.marks import cover_pairs
 from tests.runtime.chain import Chain
@@ -154,9 +155,9 @@ def test_float32_weights_of_half_precision_are_not_gathered(tmp_path: Path, read
         list(parallel.parameters())  # the step's own gathers end
         group = connection.rank.group("data")
         assert isinstance(group, ThreadGroup)
-        before = group.elements["all_gather"]
+        before = elements(group)["all_gather"]
         parallel.save_checkpoint(tmp_path, optimizer)
-        gathered = group.elements["all_gather"] - before
+        gathered = elements(group)["all_gather"] - before
         parallel.load_checkpoint(tmp_path, optimizer)
         read = read_bytes[threading.get_ident()]
         return Bytes(own_bytes(parallel, optimizer), read=read), gathered

@@ -27,6 +27,7 @@ from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.text.comments import write_bytes
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
+from tests.counting import calls, elements
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.marks import slow
 from tests.parity import Batch, loss_of, split_batch
@@ -72,8 +73,8 @@ def read_traffic(parallel: Any) -> Traffic:
     groups: dict[str, Group] = dict(connection.rank.groups)
     groups |= {f"tied {owners}": group for owners, group in connection.tied.items()}
     return Traffic(
-        {f"{name} {kind}": n for name, group in groups.items() for kind, n in group.counts.items()},
-        {f"{name} {kind}": n for name, group in groups.items() for kind, n in group.elements.items()},
+        {f"{name} {kind}": n for name, group in groups.items() for kind, n in calls(group).items()},
+        {f"{name} {kind}": n for name, group in groups.items() for kind, n in elements(group).items()},
         dict(parallel.sent_elements),
     )
 

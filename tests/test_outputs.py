@@ -26,6 +26,7 @@ from autoptd.runtime.module.parallel import Parallel
 from autoptd.text.reader import read_texts
 from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2, make_llama
+from tests.counting import elements
 from tests.models import SMALL
 from tests.ranks import run_ranks
 
@@ -95,7 +96,7 @@ def count_elements(parallel: Parallel) -> Counter[str]:
     found = Counter(dict(parallel.sent_elements))
     for axis in ("tensor", "pipeline", "data"):
         group = parallel._connection.rank.group(axis)
-        found.update({f"{axis} {kind}": count for kind, count in group.elements.items()})
+        found.update({f"{axis} {kind}": count for kind, count in elements(group).items()})
     return found
 
 

@@ -1,7 +1,6 @@
 """Groups of ranks that reduce, gather and broadcast together: of processes, of threads, or of shapes only."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -47,33 +46,17 @@ class Running(Posted[Result_co]):
         return self.result
 
 
-class Counted:
-    """Counters of calls, and of the elements of their tensors, by kind."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.elements: Counter[str] = Counter()
-
-    def count(self, kind: str, elements: int) -> int:
-        """Count a call; return the number of earlier ones."""
-        self.counts[kind] += 1
-        self.elements[kind] += elements
-        return self.counts[kind] - 1
-
-
-class Group(Counted, ABC):
+class Group(ABC):
     """The ranks along one axis of the mesh, as one of them sees it: `index` of `size`.
 
-    A group of one is a `LocalGroup`, which never communicates and counts nothing; the kinds of calls are "all_reduce",
-    "all_gather", "broadcast" and "reduce_scatter". All ranks must post and wait for their collectives in one order,
-    other calls included, and must not touch a posted collective's tensors before they have waited for it. Here, posted
-    collectives complete at once.
+    A group of one is a `LocalGroup`, which never communicates. All ranks must post and wait for their collectives in
+    one order, other calls included, and must not touch a posted collective's tensors before they have waited for it.
+    Here, posted collectives complete at once.
     """
 
     def __init__(self, size: int = 1, index: int = 0) -> None:
         if not 0 <= index < size:
             raise ValueError(f"index {index} is outside a group of {size}; use 0 to {size - 1}")
-        super().__init__()
         self.size = size
         self.index = index
 
@@ -117,13 +100,11 @@ class ProcessGroup(Group):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        self.count("all_reduce", x.numel())
         x = x.contiguous()
         dist.all_reduce(x, OPERATIONS[op], group=self.group)
         return x
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        self.count("all_gather", x.numel())
         gathered = x.new_empty((self.size * x.numel(),))
         own = x.detach().resolve_conj().contiguous().view(-1)
         # As bytes, since NCCL and gloo do not know all dtypes; in `broadcast` too.
@@ -131,25 +112,20 @@ class ProcessGroup(Group):
         return list(gathered.view(self.size, *x.shape).unbind())
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        self.count("broadcast", x.numel())
         x = x.contiguous()
         dist.broadcast(x.view(-1).view(torch.uint8), group=self.group, group_src=source)
         return x
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         flat = _flatten(tensors)
-        self.count("all_reduce", flat.numel())
-        work = require_work(dist.all_reduce(flat, group=self.group, async_op=True))
-        return Running(_split_like(flat, tensors), work)
+        return Running(_split_like(flat, tensors), dist.all_reduce(flat, group=self.group, async_op=True))
 
     def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
-        self.count("reduce_scatter", x.numel())
         own = x.new_empty(x.numel() // self.size)
-        return Running([own], require_work(reduce_scatter_single(own, x, group=self.group, async_op=True)))
+        return Running([own], reduce_scatter_single(own, x, group=self.group, async_op=True))
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
-        self.count("all_gather", x.numel())
-        return Running(into, require_work(all_gather_single(into, x, group=self.group, async_op=True)))
+        return Running(into, all_gather_single(into, x, group=self.group, async_op=True))
 
 
 class GroupCache(dict[object, Any]):
@@ -188,7 +164,6 @@ class ThreadGroup(Group):
         self.rendezvous = rendezvous
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        self.count("all_reduce", x.numel())
         with self._exchange(f"all_reduce {op}", x) as values:
             result = values[0].clone()
             for value in values[1:]:  # in rank order, so that all ranks round alike
@@ -196,12 +171,10 @@ class ThreadGroup(Group):
         return result
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        self.count("all_gather", x.numel())
         with self._exchange("all_gather", x) as values:
             return [value.clone() for value in values]
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        self.count("broadcast", x.numel())
         with self._exchange(f"broadcast from {source}", x) as values:
             return values[source].clone()
 
@@ -223,13 +196,11 @@ class LocalGroup(Group):
         return self._alone("broadcast", x)
 
     def _alone(self, kind: str, x: Tensor) -> Tensor:
-        if self.size > 1:
-            if not x.is_meta:
-                raise RuntimeError(
-                    f"{kind} of a tensor on {x.device} in a LocalGroup of {self.size} ranks, which has no peers; "
-                    "give it meta tensors, or a rank of processes (Rank.distributed) or threads (thread_ranks)"
-                )
-            self.count(kind, x.numel())
+        if self.size > 1 and not x.is_meta:
+            raise RuntimeError(
+                f"{kind} of a tensor on {x.device} in a LocalGroup of {self.size} ranks, which has no peers; "
+                "give it meta tensors, or a rank of processes (Rank.distributed) or threads (thread_ranks)"
+            )
         return x
 
 
@@ -241,10 +212,3 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     parts = flat.view(-1).split([x.numel() for x in tensors])
     return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
-
-
-def require_work(work: dist.Work | None) -> dist.Work:
-    """Return `work`; RuntimeError if it is None, since torch posts nothing for a process outside the group."""
-    if work is None:
-        raise RuntimeError("this process is no member of the group")
-    return work

@@ -66,7 +66,7 @@ class TracedPosition(Position):
             setattr(group, call, partial(self._note_call, name, call, getattr(group, call)))
 
     def _note_call(self, group: str, call: str, run: Callable[..., Any], given: Any, *rest: Any) -> Any:
-        """Run a collective of `given` tensors, with a line of its post, or of its begin and, unless it fails, its end."""
+        """Run a collective of `given` tensors, and note its post, or its begin and, unless it fails, its end."""
         posted, tensors = call.startswith("post_"), [given] if isinstance(given, Tensor) else given
         shape = list(tensors[0].shape) if len(tensors) == 1 else [sum(x.numel() for x in tensors)]
         what = " ".join([call.removeprefix("post_"), *(str(x) for x in rest if not isinstance(x, Tensor))])

@@ -5,22 +5,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from itertools import count
+from math import inf
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.comm.groups import Counted, Posted, Running, group_cache, require_work
+from autoptd.runtime.comm.groups import Posted, Running, group_cache
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Mesh
 
 
-class Channel(Counted, ABC):
-    """A channel from one rank to another: its source sends and its destination receives, in the same order.
-
-    The kinds of calls that it counts are "send" and "receive".
-    """
+class Channel(ABC):
+    """A channel from one rank to another: its source sends and its destination receives, in the same order."""
 
     @abstractmethod
     def send(self, x: Tensor) -> int:
@@ -30,33 +28,37 @@ class Channel(Counted, ABC):
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
         """Post the receive of the next tensor of the channel."""
 
-    def release(self, number: int) -> None:
+    @abstractmethod
+    def release(self, number: float) -> None:
         """Release the tensors that were sent up to `number`, which must have arrived."""
 
     def flush(self) -> None:
         """Wait until all posted tensors have left; for the end of a step."""
-        self.release(self.counts["send"])
+        self.release(inf)
 
 
 class ThreadChannel(Channel):
     """A channel between two threads of `world`; both ends share the object. A send is complete when it returns."""
 
     def __init__(self, world: ThreadWorld, name: str) -> None:
-        super().__init__()
         self.world = world
         self.name = name
         self.arrived: dict[int, Tensor] = {}
+        self._sent, self._received = count(), count()
 
     def send(self, x: Tensor) -> int:
         with self.world.condition:
-            number = self.count("send", x.numel())
+            number = next(self._sent)
             # A copy, since a receiver in another process would have memory of its own too.
             self.arrived[number] = x.detach().clone()
             self.world.condition.notify_all()
         return number
 
+    def release(self, number: float) -> None:
+        """Do nothing: a receiver has a copy."""
+
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
-        return _ThreadReceive(partial(self._take, self.count("receive", prod(shape)), tuple(shape), dtype))
+        return _ThreadReceive(partial(self._take, next(self._received), tuple(shape), dtype))
 
     def _take(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         what = f"receive {number} on {self.name} of {dtype}{list(shape)}"
@@ -82,35 +84,36 @@ class ProcessChannel(Channel):
     """
 
     def __init__(self, source: int, destination: int, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
         self.source = source
         self.destination = destination
         self.group = group
+        self._numbers = count()
         self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor) -> int:
-        x, number = x.detach().contiguous(), self.count("send", x.numel())
-        self._sent.append((number, require_work(dist.isend(x, self.destination, self.group)), x))
+        x, number = x.detach().contiguous(), next(self._numbers)
+        work = dist.isend(x, self.destination, self.group)
+        assert work is not None  # as for a process outside of the group
+        self._sent.append((number, work, x))
         # Free what has left only after posting `x`, which the receiver may be waiting for. (Gloo reports a send as
         # complete only to `wait`, which `release` and `flush` call.)
         while len(self._sent) > 1 and self._sent[0][1].is_completed():
             self._sent.popleft()
         return number
 
-    def release(self, number: int) -> None:
+    def release(self, number: float) -> None:
         while self._sent and self._sent[0][0] <= number:
             self._sent.popleft()[1].wait()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
         x = torch.empty(tuple(shape), dtype=dtype, device=device)
-        self.count("receive", x.numel())
-        return Running(x, require_work(dist.irecv(x, self.source, self.group)))
+        return Running(x, dist.irecv(x, self.source, self.group))
 
     def connect(self, device: torch.device) -> None:
         """Pass one element, uncounted; return when both ends are connected."""
         x, sends = torch.zeros(1, device=device), dist.get_rank() == self.source
         post, peer = (dist.isend, self.destination) if sends else (dist.irecv, self.source)
-        require_work(post(x, peer, self.group)).wait()
+        Running(x, post(x, peer, self.group)).wait()
 
 
 def neighbours(mesh: Mesh) -> list[tuple[int, int]]:

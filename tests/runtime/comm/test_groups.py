@@ -16,6 +16,7 @@ from autoptd.runtime.comm.groups import Group, LocalGroup, ProcessGroup
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Coordinates, Mesh
+from tests.counting import calls, elements
 from tests.ranks import run_ranks
 
 
@@ -66,19 +67,19 @@ def test_collectives_give_equal_bits_and_are_counted(run: Callable[..., list[Any
             largest,
             gathered,
             second,
-            dict(rank.group("tensor").counts),
-            dict(rank.group("tensor").elements),
+            dict(calls(rank.group("tensor"))),
+            dict(elements(rank.group("tensor"))),
         )
 
     results = run(mesh, collect)
-    for total, largest, gathered, second, counts, elements in results:
+    for total, largest, gathered, second, count, size in results:
         assert torch.equal(total, results[0][0])
         torch.testing.assert_close(total, torch.stack(xs).sum(0))
         assert torch.equal(largest, torch.stack(xs).amax(0))
         assert all(torch.equal(a, b) for a, b in zip(gathered, xs, strict=True))
         assert torch.equal(second, xs[1])
-        assert counts == {"all_reduce": 2, "all_gather": 1, "broadcast": 1}
-        assert elements == {"all_reduce": 70, "all_gather": 35, "broadcast": 35}
+        assert count == {"all_reduce": 2, "all_gather": 1, "broadcast": 1}
+        assert size == {"all_reduce": 70, "all_gather": 35, "broadcast": 35}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64])
@@ -150,7 +151,7 @@ def test_a_group_of_one_never_communicates() -> None:
     assert rank.group("tensor").all_reduce(x) is x
     assert rank.group("tensor").broadcast(x, 0) is x
     assert rank.group("tensor").all_gather(x)[0] is x
-    assert not rank.group("tensor").counts
+    assert not calls(rank.group("tensor"))
 
 
 def test_a_local_group_propagates_shapes() -> None:
@@ -158,7 +159,7 @@ def test_a_local_group_propagates_shapes() -> None:
     x = torch.ones(2, 3, device="meta")
     assert group.all_reduce(x).shape == (2, 3)
     assert [y.shape for y in group.all_gather(x)] == [(2, 3)] * 4
-    assert group.counts == {"all_reduce": 1, "all_gather": 1}
+    assert calls(group) == {"all_reduce": 1, "all_gather": 1}
     with pytest.raises(RuntimeError, match="LocalGroup of 4 ranks, which has no peers; give it meta"):
         group.all_reduce(torch.ones(2))
     with pytest.raises(ValueError, match="index 4 is outside a group of 4; use 0 to 3"):

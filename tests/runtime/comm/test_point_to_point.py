@@ -42,7 +42,7 @@ def both_ways(channels: Any, me: int) -> Any:
     pending = [back.receive((1000 + number,), torch.int64, CPU) for number in range(20)]
     arrived = [int(p.wait().unique()) for p in pending]
     out.flush()
-    return arrived, out.counts["send"], back.elements["receive"]
+    return arrived
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
@@ -54,9 +54,8 @@ def test_messages_arrive_in_order_both_ways(kind: str) -> None:
         results = world.run(lambda me: both_ways(shared, me), [0, 1])
     else:
         results = run_ranks(lambda me: both_ways(process_channels(mesh, CPU), me), 2)
-    for me, (arrived, sent, elements) in enumerate(results):
+    for me, arrived in enumerate(results):
         assert arrived == [(1 - me) * 100 + number for number in range(20)]
-        assert (sent, elements) == (20, sum(range(1000, 1020)))
 
 
 def test_a_thread_that_receives_what_nobody_sends_is_a_deadlock() -> None:

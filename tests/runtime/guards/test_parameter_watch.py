@@ -18,6 +18,7 @@ from autoptd.runtime.comm.connection import Connection, connect, run_threads
 from autoptd.runtime.guards import parameter_watch
 from autoptd.runtime.guards.optimizer_watch import refuse_forgotten, watch_divided
 from autoptd.runtime.guards.parameter_watch import ParameterWatch
+from tests.counting import calls
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.module.test_parallel import CPU, Plain, alone
@@ -249,7 +250,7 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(
     def body(connection: Connection) -> list[int]:
         parallel, counts = chain.parallel(connection), []
         for frozen in steps:
-            before = connection.world.counts["all_reduce"]
+            before = calls(connection.world)["all_reduce"]
             parallel.zero_grad()
             for name, parameter in parallel.named_parameters():
                 parameter.requires_grad_(name not in frozen)
@@ -259,7 +260,7 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(
             assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
             with torch.no_grad():
                 parallel(**chain.batch())
-            counts.append(connection.world.counts["all_reduce"] - before - 1)
+            counts.append(calls(connection.world)["all_reduce"] - before - 1)
         return counts
 
     assert run_threads(chain.manifest, body) == [reductions] * 2
@@ -275,9 +276,9 @@ def test_a_step_that_is_made_again_is_one_step() -> None:
         for frozen in (False, False, True):
             for name, parameter in parallel.named_parameters():
                 parameter.requires_grad_(not (frozen and name == "scale"))
-            before = connection.rank.group("pipeline").counts["broadcast"]  # of the loss, once each time
+            before = calls(connection.rank.group("pipeline"))["broadcast"]  # of the loss, once each time
             parallel(**chain.batch())["loss"].backward()
-            again += connection.rank.group("pipeline").counts["broadcast"] - before - 1
+            again += calls(connection.rank.group("pipeline"))["broadcast"] - before - 1
         assert parallel._runner.loss_scale is not None
         return parallel._runner.loss_scale.finite_steps, connection.rank.randomness.call, again
 

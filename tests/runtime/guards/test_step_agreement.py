@@ -20,6 +20,7 @@ from autoptd.runtime.guards.weight_agreement import Copies, StepLog
 from autoptd.runtime.optimizer.finite import are_finite
 from autoptd.runtime.program.hashing import hash_batch, hash_words, read_words
 from autoptd.runtime.program.mesh import Mesh
+from tests.counting import calls
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.parity import loss_of
 from tests.ranks import run_ranks
@@ -116,9 +117,9 @@ def test_a_step_refuses_a_batch_that_differs() -> None:
         parallel = program.bind()
         batch = make_batch(config, 4)
         loss_of(parallel(**batch)).backward()
-        before = dict(parallel._connection.world.counts)
+        before = dict(calls(parallel._connection.world))
         loss_of(parallel(**batch)).backward()
-        reductions = parallel._connection.world.counts["all_reduce"] - before["all_reduce"]
+        reductions = calls(parallel._connection.world)["all_reduce"] - before["all_reduce"]
         parallel.zero_grad()
         if rank == 3:
             batch[name][1, 2] += 1

@@ -15,6 +15,7 @@ from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.randomness import Randomness
+from tests.counting import elements
 
 
 def assert_exact(actual: Tensor, expected: Tensor) -> None:
@@ -72,16 +73,16 @@ def test_cross_entropy(tensor: int, vocabulary: int, reduction: Literal["mean", 
         own = own_part(logits, 1, tensor, rank.group("tensor").index)
         loss = kernels.cross_entropy(rank, own, target, vocabulary, reduction=reduction)
         (2 * loss).backward()
-        return loss.detach(), gradient(own), dict(rank.group("tensor").elements)
+        return loss.detach(), gradient(own), dict(elements(rank.group("tensor")))
 
     results = on_tensor_ranks(tensor, divided)
     gradients = torch.cat([of_own for _, of_own, _ in results], 1)
     assert_exact(gradients[:, :vocabulary], gradient(plain))
     assert not gradients[:, vocabulary:].any()
-    for loss, _, elements in results:
+    for loss, _, sums in results:
         assert_exact(loss, expected.detach())
         assert torch.equal(loss, results[0][0])
-        assert elements == ({} if tensor == 1 else {"all_reduce": 3 * 24})
+        assert sums == ({} if tensor == 1 else {"all_reduce": 3 * 24})
 
 
 @pytest.mark.usefixtures("whole_loss")
@@ -404,7 +405,7 @@ def test_shapes_on_meta() -> None:
     assert loss.shape == ()
     loss.backward()
     assert gradient(logits).shape == (6, 10)
-    assert rank.group("tensor").elements == {"all_reduce": 18}
+    assert elements(rank.group("tensor")) == {"all_reduce": 18}
     ids = on_meta(2, 3, dtype=torch.int64)
     assert kernels.embedding(rank, on_meta(10, 5), ids, 37).shape == (2, 3, 5)
     x = on_meta(3, 2, 8)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime import kernels
+from tests.counting import elements
 from tests.masks import keep_mask
 from tests.runtime.kernels.elementwise_cases import OPERATOR, make_rank
 from tests.runtime.kernels.row_cases import CASES, EPS, RANK
@@ -304,7 +305,7 @@ def test_cross_entropy_on_one_device_never_communicates_nor_widens() -> None:
     whole = logits.numel() * 4
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest < 0.75 * whole  # its gradient is half of that
-    assert not RANK.group("tensor").elements
+    assert not elements(RANK.group("tensor"))
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 4)])

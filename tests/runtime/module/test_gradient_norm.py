@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad, clip_grad_norm_, get_total_norm
 
 from autoptd.runtime.comm.connection import Connection, connect, run_threads
 from autoptd.runtime.module.parallel import Parallel
+from tests.counting import calls
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.module.test_parallel import Plain
@@ -262,12 +263,12 @@ def test_other_models_are_clipped_by_torch_alone() -> None:
         plain(torch.ones(3)).sum().backward()
         gradients = [p.grad for p in plain.parameters() if p.grad is not None]
         expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-        before = dict(connection.world.counts)
+        before = dict(calls(connection.world))
         for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
             torch.testing.assert_close(clip(plain.parameters(), float("inf")), expected)
         for total in (get_total_norm, nn.utils.get_total_norm):
             torch.testing.assert_close(total(gradients), expected)
-        assert connection.world.counts == before
+        assert calls(connection.world) == before
         assert not hasattr(nn.utils.get_total_norm.__wrapped__, "knows_parallel_models")  # type: ignore[attr-defined]
         assert parallel.training
 

@@ -13,6 +13,7 @@ from autoptd.runtime.optimizer import gradient_buckets
 from autoptd.runtime.optimizer.gradient_buckets import share_loss, sum_over
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter, Replicate, Segment, Shard
+from tests.counting import calls
 from tests.runtime.chain import Chain
 
 
@@ -40,10 +41,10 @@ def test_buckets_keep_order_dtype_and_size(monkeypatch: pytest.MonkeyPatch) -> N
             torch.full(shape, float(group.index + i), dtype=dtype) for i, (shape, dtype) in enumerate(shapes)
         ]
         sum_over(group, tensors)
-        return tensors, group.counts["all_reduce"]
+        return tensors, calls(group)["all_reduce"]
 
-    for tensors, calls in run_threads(manifest, body):
-        assert calls == 3
+    for tensors, sums in run_threads(manifest, body):
+        assert sums == 3
         for i, (tensor, (shape, dtype)) in enumerate(zip(tensors, shapes, strict=True)):
             assert torch.equal(tensor, torch.full(shape, 2 * i + 1.0, dtype=dtype))
 
