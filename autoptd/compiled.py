@@ -25,7 +25,7 @@ from autoptd.reports.overview import Overview
 from autoptd.reports.page import write_page
 from autoptd.reports.summary import summarize
 from autoptd.runtime.engine.batch import find_shape
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.engine.graphs import graph_devices
 from autoptd.runtime.guards.optimizer_watch import refuse_forgotten
 from autoptd.runtime.guards.weight_agreement import compare_weights

@@ -25,7 +25,7 @@ import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.work import forward_work
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from autoptd.text.reader import program_filename

@@ -24,8 +24,7 @@ from torch import Tensor
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
-from autoptd.runtime.engine.executor import StageRun
+from autoptd.runtime.engine.executor import ShapeFunctions, StageRun
 from autoptd.runtime.module import gradient_norm
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.optimizer import clipping

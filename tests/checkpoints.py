@@ -14,7 +14,7 @@ from torch import Tensor
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from tests.generated_models import ModelConfig, make_batch, make_model

@@ -20,7 +20,7 @@ import autoptd
 from autoptd.check.program import ProgramError
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime.comm.connection import run_threads
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.engine.lazy_output import LazyOutput
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.text.reader import read_texts

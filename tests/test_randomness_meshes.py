@@ -18,7 +18,7 @@ from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.groups import LocalGroup
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.mesh import Coordinates, Mesh
 from autoptd.runtime.program.program_text import read_program

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from samples.gpt import GPT, GPTConfig

@@ -25,7 +25,7 @@ from autoptd.passes.ir.program import Program
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.engine.batch import find_loss
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.weights.slices import check_proof

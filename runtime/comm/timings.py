@@ -16,71 +16,63 @@ NOTHING = len(KINDS)  # of a row that fills the table of a rank with fewer spans
 Span = tuple[Kind | str, int, int, Any, Any]
 
 
-class Stopwatch:
-    """A clock whose marks are cheap to set and are read later; on a GPU they are times of its stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> Any:
-        """Return a mark of this moment: on a GPU, of the moment when its stream has finished the work so far."""
-        if self._device.type != "cuda":
-            return time.time()
-        if torch.cuda.is_current_stream_capturing():
-            return None  # a replay has no marks
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def read(self, marks: Sequence[Any]) -> list[float]:
-        """Return the seconds since the epoch of each mark; wait for the device."""
-        if self._device.type != "cuda":
-            return list(marks)
-        torch.cuda.synchronize(self._device)  # the marks may belong to another stream
-        last = self.mark()
-        last.synchronize()
-        now = time.time()
-        return [now - mark.elapsed_time(last) / 1000 for mark in marks]
-
-
 @dataclass
 class Measured:
-    """The spans of this rank's last whole step: (kind, stage, microbatch, begin, end), with marks of the stopwatch.
+    """The spans of this rank's last whole step: (kind, stage, microbatch, begin, end), with marks of `device`.
 
     A forward or backward begins when its inputs have arrived; "data" is the sum of gradients, from the post of the
     first to the result of the last. Inside a forward or backward, "tensor" is an all-reduce over the tensor ranks, from
     its post to its result, and "weights" the computation of weight gradients meanwhile, if any.
     """
 
-    stopwatch: Stopwatch
+    device: torch.device
     spans: list[Span] = field(default_factory=list)
     begin: Any = None  # of the step, and its end: marks
     end: Any = None
 
+    def mark(self) -> Any:
+        """Return a mark of this moment, to be read later: on a GPU, of when its stream has finished the work so far."""
+        if self.device.type != "cuda":
+            return time.time()
+        if torch.cuda.is_current_stream_capturing():
+            return None  # a replay has no marks
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def read(self, marks: Sequence[Any]) -> list[float]:
+        """Return the seconds since the epoch of each mark; wait for the device."""
+        if self.device.type != "cuda":
+            return list(marks)
+        torch.cuda.synchronize(self.device)  # the marks may belong to another stream
+        last = self.mark()
+        last.synchronize()
+        now = time.time()
+        return [now - mark.elapsed_time(last) / 1000 for mark in marks]
+
     def start(self) -> None:
         """Begin a step and forget the one before."""
         self.spans = []
-        self.begin = self.stopwatch.mark()
+        self.begin = self.mark()
 
     def add(self, kind: Kind | str, begin: Any, end: Any = None, stage: int = 0, microbatch: int = 0) -> None:
         """Record a span that began at the mark `begin` and ends at `end`, or now; none in a graph."""
         if begin is not None:
-            self.spans.append((kind, stage, microbatch, begin, self.stopwatch.mark() if end is None else end))
+            self.spans.append((kind, stage, microbatch, begin, self.mark() if end is None else end))
 
     def finish(self) -> None:
         """End the step."""
-        self.end = self.stopwatch.mark()
+        self.end = self.mark()
 
 
-def gather_measured(
-    measured: Measured, pipeline: Group, device: torch.device
-) -> tuple[list[list[TimelineEntry]], list[Phase]]:
+def gather_measured(measured: Measured, pipeline: Group) -> tuple[list[list[TimelineEntry]], list[Phase]]:
     """Return a row of entries per pipeline rank, and the phases, in seconds from the first begin of any.
 
-    Every rank of the `pipeline` must call it, after a step of all; `device` holds its tensors.
+    Every rank of the `pipeline` must call it, after a step of all.
     """
+    device = measured.device
     count = len(measured.spans)
-    marks = measured.stopwatch.read([span[i] for i in (3, 4) for span in measured.spans])
+    marks = measured.read([span[i] for i in (3, 4) for span in measured.spans])
     times = zip(measured.spans, marks[:count], marks[count:], strict=True)
     own = [[KINDS.index(kind), stage, microbatch, *span] for (kind, stage, microbatch, *_), *span in times]
     most = pipeline.all_reduce(torch.tensor([count], device=device), "max").item()

@@ -54,24 +54,17 @@ def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
     if len(args) > len(order):
         raise TypeError(f"{len(args)} positional arguments: the model takes {len(order)}, {', '.join(order)}")
     given = dict(zip(order, args, strict=False))
+    if twice := [name for name in given if name in kwargs]:
+        raise TypeError(f"argument {twice[0]} is given twice, by position and by name")
+    given |= kwargs
     for name, value in given.items():
         if name not in known and value is not None:
-            raise TypeError(
-                f"argument {name} (position {order.index(name)}) is a {type(value).__name__}, but the program was "
-                f"compiled for {', '.join(names)}: pass None there and the rest by name, or compile with "
-                "example_inputs that have it"
-            )
-    for name, value in kwargs.items():
-        if name in given:
-            raise TypeError(f"argument {name} is given twice, by position and by name")
-        if name in known:
-            given[name] = value
-        elif value is not None:
             nearest = difflib.get_close_matches(name, names, n=1)
             meant = f"; did you mean {nearest[0]}?" if nearest else "."
+            at = f" (position {order.index(name)})" if name in order[: len(args)] else ""
             raise TypeError(
-                f"unexpected argument {name}{meant} The program was compiled for {', '.join(names)}: "
-                "leave it out, or compile with example_inputs that have it"
+                f"unexpected argument {name}{at}{meant} The program was compiled for {', '.join(names)}: leave it out "
+                "(by position give None, and the rest by name), or compile with example_inputs that have it"
             )
     if missing := [name for name in names if given.get(name) is None]:
         labels = any(i.name in missing and i.ignore_index is not None for i in manifest.inputs)
@@ -265,11 +258,9 @@ def _find_field(outputs: Outputs, path: tuple[str, ...]) -> Any:
 
 def find_loss(output: Output, result: Any) -> Tensor:
     """Return the loss of an output that `output_builder` built."""
-    loss: Any = result
-    if output.separate_loss:
-        loss, _ = result
-    elif output.kind == "tuple":
-        loss = result[int(output.loss)]
+    loss: Tensor = result
+    if output.separate_loss or output.kind == "tuple":
+        loss = result[0 if output.separate_loss else int(output.loss)]
     elif output.kind != "tensor":
         loss = result[output.loss] if output.kind == "dict" else getattr(result, output.loss)
-    return loss  # type: ignore[no-any-return]
+    return loss

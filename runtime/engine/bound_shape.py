@@ -1,30 +1,12 @@
 """One input shape of a program on this rank: a schedule over stages of its own, and the parameters of all shapes."""
 
-from dataclasses import dataclass
 from types import CodeType
 
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.engine.executor import Executor, Stages
+from autoptd.runtime.engine.executor import Executor, ShapeFunctions
 from autoptd.runtime.optimizer.gradient_memory import StageLeaves
 from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
-from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.schedule import Schedule
-from autoptd.runtime.weights.file_tensor import Weights
-from autoptd.runtime.weights.slices import Constants, Slices
-
-
-@dataclass(frozen=True)
-class ShapeFunctions:
-    """The functions of a rank for one input shape, and the whole tensors that its constants are computed from.
-
-    `functions` are this rank's stage functions by stage index, `constants` its program's own; `schedule` is all ranks'.
-    """
-
-    manifest: Manifest
-    functions: Stages
-    constants: Constants
-    schedule: Schedule
-    weights: Weights
+from autoptd.runtime.weights.slices import Slices
 
 
 class BoundShape:
@@ -41,7 +23,7 @@ class BoundShape:
         self.leaves = StageLeaves()
         self.weighs = any(_names(f.__code__, "autograd_function") for f in program.functions.values())
         self._made_for: tuple[object, object] = None, None
-        self.executor = Executor(program.manifest, connection, program.functions, program.schedule, graphs)
+        self.executor = Executor(program, connection, graphs)
         here = connection.rank.coordinates.pipeline
         self.complete = list_complete(program.manifest, here, program.schedule[here])
         self.constants = program.constants

@@ -7,6 +7,8 @@ and where one of them cannot, none replays.
 
 import linecache
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
+from typing import Literal
 
 import torch
 
@@ -26,21 +28,20 @@ class Captures:
 
     def __init__(self, rank: Rank, world: Group, slots: Mapping[int, Sequence[GraphSlot]]) -> None:
         self._rank, self._world, self._slots = rank, world, slots
+        self._all = list(chain.from_iterable(slots.values()))
         self._read: Hashable = None  # what the graphs have read besides
         self._mode: Hashable = None
-        self._wanted: set[Hashable] = set()
-        self._captured: set[Hashable] = set()
-        self._refused: set[Hashable] = set()
+        self._states: dict[Hashable, Literal["wanted", "captured", "refused"]] = {}  # of modes
 
     @property
     def wants(self) -> bool:
         """Whether the last step's mode is to be captured on this rank."""
-        return bool(self._slots) and self._mode not in self._captured | self._refused
+        return bool(self._slots) and self._states.get(self._mode, "wanted") == "wanted"
 
     def agree(self, wanted: bool) -> None:
         """Capture the last step's mode in its next step, if some rank `wanted` that."""
         if wanted:
-            self._wanted.add(self._mode)
+            self._states[self._mode] = "wanted"
 
     def begin(self, memory: Hashable, weights: Mapping[int, Weights], gradients: bool) -> None:
         """Begin a step on `memory`, of which None means without graphs: choose what its slots replay.
@@ -54,10 +55,11 @@ class Captures:
             if read != self._read:
                 self._read = read
                 self._forget()
-            if self._mode in self._wanted:
+            if self._states.get(self._mode) == "wanted":
                 self._capture_everywhere(replays, weights, gradients)
-        for slot in (slot for own in self._slots.values() for slot in own):
-            slot.mode = self._mode if replays and self._mode in self._captured else None
+        replays &= self._states.get(self._mode) == "captured"
+        for slot in self._all:
+            slot.mode = self._mode if replays else None
 
     def _capture_everywhere(self, replays: bool, weights: Mapping[int, Weights], gradients: bool) -> None:
         """Capture the mode on all ranks; where one fails, refuse it, and where one does not replay now, wait."""
@@ -66,8 +68,7 @@ class Captures:
         failed, waits = self._world.all_reduce(own, "max").tolist()
         if waits and not failed:
             return
-        self._wanted.discard(self._mode)
-        (self._refused if failed else self._captured).add(self._mode)
+        self._states[self._mode] = "refused" if failed else "captured"
         if failed:
             self._forget()
 
@@ -87,8 +88,8 @@ class Captures:
 
     def _forget(self) -> None:
         self._wait()
-        self._captured.clear()
-        for slot in (slot for own in self._slots.values() for slot in own):
+        self._states = {mode: state for mode, state in self._states.items() if state != "captured"}
+        for slot in self._all:
             slot.forget()
 
     def _wait(self) -> None:

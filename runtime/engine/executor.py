@@ -5,7 +5,8 @@ have arrived, or at the end of the step; a receive is waited for by the forward 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.comm.timings import Measured, Stopwatch
+from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer, find_acknowledged
 from autoptd.runtime.engine.captures import Captures
 from autoptd.runtime.engine.graphs import GraphSlot
@@ -23,13 +24,25 @@ from autoptd.runtime.optimizer.gradient_sums import GradientSums
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slots, last_gradients
 from autoptd.runtime.randomness import as_signed
+from autoptd.runtime.weights import file_tensor
+from autoptd.runtime.weights.slices import Constants
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
 Inputs = Sequence[Sequence[Tensor]]  # of a stage from the batch: a row per microbatch
-Stages = Mapping[int, Callable[..., Any]]  # the functions of a rank's stages, by their index
 
-# A function that runs an action, the action, and the stage whose first forward it is.
-Step = tuple[Callable[[], None], Action, int | None]
+
+@dataclass(frozen=True)
+class ShapeFunctions:
+    """The functions of a rank for one input shape, and the whole tensors that its constants are computed from.
+
+    `functions` are this rank's stage functions by stage index, `constants` its program's own; `schedule` is all ranks'.
+    """
+
+    manifest: Manifest
+    functions: Mapping[int, Callable[..., Any]]
+    constants: Constants
+    schedule: Schedule
+    weights: file_tensor.Weights
 
 
 class StageRun:
@@ -42,15 +55,9 @@ class StageRun:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        rank: Rank,
-        interface: StageInterface,
-        function: Callable[..., Any],
-        measured: Measured,
-        actions: Sequence[Action],
-        graphs: bool,
+        self, program: ShapeFunctions, rank: Rank, interface: StageInterface, measured: Measured, graphs: bool
     ) -> None:
+        manifest, actions = program.manifest, program.schedule[rank.coordinates.pipeline]
         self.takes: dict[Kind, RecvBuffer | LocalBoundary] = {}
         self.puts: dict[Kind, SendBuffer | LocalBoundary] = {}
         self.losses: dict[int, Tensor] = {}
@@ -62,7 +69,8 @@ class StageRun:
             tuple(i for i, b in enumerate(interface.sends) if b.requires_grad) if interface.sends else (0,)
         )
         self._sent = len(interface.sends) or 1
-        call = StageCall(partial(function, rank), leaves, roots, self._sent + len(interface.outputs))
+        function = partial(program.functions[self._index], rank)
+        call = StageCall(function, leaves, roots, self._sent + len(interface.outputs))
         self._places, end = assign_slots(actions)[self._index], last_gradients(actions).get(self._index)
         self._last = None if end is None else actions[end].microbatch
         count = max(self._places.values(), default=0) + 1
@@ -103,7 +111,7 @@ class StageRun:
         """Run the stage on `microbatch` in its slot, and put its outputs for departure."""
         arrival, departure = self.takes.get(Kind.RECEIVE_INPUT), self.puts.get(Kind.SEND_OUTPUT)
         received = arrival.take(microbatch) if arrival is not None else ()
-        begin = self._measured.stopwatch.mark()
+        begin = self._measured.mark()
         trains = self._seeds is not None
         slot = self._slots[self._places[microbatch] if trains else 0]
         self._randomness.moment = slot.moment
@@ -123,7 +131,7 @@ class StageRun:
         else:
             assert self._seeds is not None
             gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]
-        begin = self._measured.stopwatch.mark()
+        begin = self._measured.mark()
         slot = self._slots[self._places[microbatch]]
         departing = slot.backward(gradients, microbatch == self._last)
         if Kind.SEND_GRADIENT in self.puts:
@@ -141,33 +149,27 @@ class Executor:
     path, those of all microbatches stacked.
     """
 
-    def __init__(
-        self, manifest: Manifest, connection: Connection, functions: Stages, schedule: Schedule, graphs: bool
-    ) -> None:
+    def __init__(self, program: ShapeFunctions, connection: Connection, graphs: bool) -> None:
         self.sent: Counter[str] = Counter()
         self.outputs: dict[tuple[str, ...], Tensor] = {}
-        self.measured = Measured(Stopwatch(connection.rank.device))
-        self._connection = connection
-        self._manifest = manifest
-        self._device = connection.rank.device
+        self.measured = Measured(connection.rank.device)
+        self._connection, self._device = connection, connection.rank.device
+        self._manifest = program.manifest
         here = connection.rank.coordinates.pipeline
-        actions = schedule[here]
         self.stages = {
-            stage.index: StageRun(
-                manifest, connection.rank, stage, functions[stage.index], self.measured, actions, graphs
-            )
-            for stage in manifest.stages[here :: manifest.mesh.pipeline]
+            stage.index: StageRun(program, connection.rank, stage, self.measured, graphs)
+            for stage in self._manifest.stages[here :: self._manifest.mesh.pipeline]
         }
         graphed = {index: stage.graphed for index, stage in self.stages.items()} if graphs else {}
         self.captures = Captures(connection.rank, connection.world, graphed)
-        for boundary in range(len(manifest.stages) - 1):
+        for boundary in range(len(self._manifest.stages) - 1):
             self._join(boundary)
-        for receive, sent in find_acknowledged(schedule, here).items():
+        for receive, sent in find_acknowledged(program.schedule, here).items():
             arrival, departure = self._buffer(receive), self._buffer(sent)
             if isinstance(arrival, RecvBuffer) and isinstance(departure, SendBuffer):
                 arrival.acknowledge[receive.microbatch] = partial(departure.release, sent.microbatch)
-        self._steps = list(self._steps_of(actions))
-        self._forward_steps = list(self._steps_of([a for a in actions if a.kind.compute is Kind.FORWARD]))
+        self._steps = [(action, self._step(action)) for action in program.schedule[here]]
+        self._forward_steps = [step for step in self._steps if step[0].kind.compute is Kind.FORWARD]
 
     def _join(self, boundary: int) -> None:
         """Give the stages on either side of `boundary` (stage `boundary` and the next) their buffers."""
@@ -200,14 +202,6 @@ class Executor:
         stage = self.stages.get(action.stage)
         return None if stage is None else stage.takes.get(action.kind) or stage.puts.get(action.kind)
 
-    def _steps_of(self, actions: Sequence[Action]) -> Iterator[Step]:
-        """Yield each action as a `Step`."""
-        begun: set[int | None] = set()
-        for action in actions:
-            begins = action.stage if action.kind is Kind.FORWARD and action.stage not in begun else None
-            begun.add(begins)
-            yield self._step(action), action, begins
-
     def _step(self, action: Action) -> Callable[[], None]:
         """Return the call that runs `action`, with everything looked up."""
         stage, buffer = self.stages.get(action.stage), self._buffer(action)
@@ -237,38 +231,37 @@ class Executor:
         """Run the step; return the microbatch losses, in order, on the last stage's rank and nothing elsewhere.
 
         `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. ``begin_stage(k)`` is called before
-        the first forward of stage k. With `seeds`, one per microbatch, the losses are differentiated with these:
+        each forward of stage k. With `seeds`, one per microbatch, the losses are differentiated with these:
         gradients are added to the ``.grad`` of `weights` in the order of the backwards, and go on their way by `sums`
         when a stage has had its last one. Without, there are forwards only. Without `sums` nothing is replayed from
         graphs.
         """
-        self._connection.rank.measured = self.measured
+        rank, position = self._connection.rank, self._connection.position
+        rank.measured = self.measured
         self.measured.start()
         for index, stage in self.stages.items():
             stage.start(weights[index], inputs[index], seeds, sums)
         gradients = seeds is not None
-        position = self._connection.position
         # The program's own casts decide: autocast around the call would change the values that cross a boundary.
         with torch.set_grad_enabled(gradients), torch.autocast(self._device.type, enabled=False):
             self.captures.begin(None if sums is None else sums.memory, weights, gradients)
-            for step, action, begins in self._steps if gradients else self._forward_steps:
+            for action, step in self._steps if gradients else self._forward_steps:
                 position.act(action)
                 try:
-                    if begins is not None:
-                        begin_stage(begins)
+                    if action.kind is Kind.FORWARD:
+                        begin_stage(action.stage)
                     step()
                 except Exception as error:
-                    error.add_note(f"(in {action}, at {self._connection.rank.coordinates})")
+                    error.add_note(f"(in {action}, at {rank.coordinates})")
                     raise
         for channel in self._connection.outgoing.values():
             channel.flush()
         last = self.stages.get(len(self._manifest.stages) - 1)
-        losses = last.losses if last is not None else {}
-        ordered = [losses[microbatch] for microbatch in sorted(losses)]
+        losses = [] if last is None else [loss for _, loss in sorted(last.losses.items())]
         for stage in self.stages.values():
             made = zip(*(own for _, own in sorted(stage.outputs.items())), strict=True)
             paths = (result.path for result in stage.interface.outputs)
             self.outputs.update(zip(paths, map(torch.stack, made), strict=True))
             stage.clear()
-        self._connection.rank.randomness.moment = None
-        return ordered
+        rank.randomness.moment = None
+        return losses

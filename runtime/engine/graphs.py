@@ -10,8 +10,8 @@
 """
 
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -99,16 +99,13 @@ def _differentiate(
         return kept.differentiate(gradients), marks
 
 
-@contextmanager
-def _after(event: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
+def _after(event: torch.cuda.Event | None, device: torch.device) -> AbstractContextManager[object]:
     """Let what is posted inside wait for the `event` of a replay, and for no more of it."""
     if event is None:
-        yield
-        return
+        return nullcontext()
     stream = _make_stream(device, "sums")
     stream.wait_event(event)
-    with torch.cuda.stream(stream):
-        yield
+    return torch.cuda.stream(stream)
 
 
 class GraphSlot(Slot):
@@ -140,26 +137,22 @@ class GraphSlot(Slot):
             # Autograd's nodes are spent; alive, they would tie the weights' leaves to the stream of the capture.
             forward.result = forward.result[0], None
 
-    def forward(
-        self, weights: Weights, values: Sequence[Tensor], moment: Tensor, trains: bool
-    ) -> list[Tensor]:
+    def _run(self, weights: Weights, trains: bool) -> list[Tensor]:
         if self.mode is None:
-            return super().forward(weights, values, moment, trains)
-        self.load(values, moment)
+            return super()._run(weights, trains)
         forward, _ = self._graphs[self.mode]
         forward.run()
         return [output.clone() for output in forward.result[0]]
 
-    def backward(self, gradients: Sequence[Tensor], last: bool = False) -> list[Tensor]:
+    def _differentiate(self, watch: BucketWatch | None) -> list[Tensor]:
         if self.mode is None:
-            return super().backward(gradients, last)
-        self.load_gradients(gradients)
+            return super()._differentiate(watch)
         _, backward = self._graphs[self.mode]
         assert backward is not None
         backward.run()
         departing, marks = backward.result
-        if last and self.watch is not None:
+        if watch is not None:
             for number, event in enumerate(marks):
                 with _after(event, self._device):
-                    self.watch.post(number)
+                    watch.post(number)
         return [gradient.clone() for gradient in departing]

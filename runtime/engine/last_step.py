@@ -40,13 +40,11 @@ class LastStep:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def read_last_step(
-    manifest: Manifest, measured: Measured, device: torch.device, loss: Tensor, norm: Tensor | None
-) -> LastStep:
+def read_last_step(manifest: Manifest, measured: Measured, loss: Tensor, norm: Tensor | None) -> LastStep:
     """Read the last whole step from `measured`; wait for the device. No collective."""
     kinds = [span[0] for span in measured.spans]
     marks = [mark for span in measured.spans for mark in span[3:]]
-    begin, end, *times = measured.stopwatch.read([measured.begin, measured.end, *marks])
+    begin, end, *times = measured.read([measured.begin, measured.end, *marks])
     spans = list(zip(kinds, times[::2], times[1::2], strict=True))
     work = _sum_spans(spans, Kind.FORWARD, Kind.BACKWARD)
     computed_last = max(stop for kind, _, stop in spans if isinstance(kind, Kind))
@@ -59,7 +57,7 @@ def read_last_step(
         tokens_per_second=None if tokens is None else tokens / (end - begin),
         bubble=(computed_last - begin - work) / work,
         exposed_communication_seconds=end - computed_last + sums,
-        peak_memory_bytes=peak_memory(device),
+        peak_memory_bytes=peak_memory(measured.device),
     )
 
 

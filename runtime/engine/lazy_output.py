@@ -183,7 +183,7 @@ def _of_whole(name: str) -> Callable[..., Any]:
     return lambda output, *args, **kwargs: getattr(output.full(), name)(*args, **kwargs)
 
 
-for _name in (
+for _name in [
     "numpy",
     "tolist",
     "data_ptr",
@@ -191,7 +191,7 @@ for _name in (
     "__dlpack__",
     "__reduce_ex__",
     "__deepcopy__",
-):
+]:
     setattr(LazyOutput, _name, _of_whole(_name))
 
 

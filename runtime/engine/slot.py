@@ -77,30 +77,26 @@ class Slot:
         self, weights: Weights, values: Sequence[Tensor], moment: Tensor, trains: bool
     ) -> list[Tensor]:
         """Run the stage on `values`, received and from the batch; keep what `backward` needs where it `trains`."""
-        self.load(values, moment)
-        outputs, self._kept = self.call.run(weights, self.values, trains)
-        return [_take_out(x, self.values) for x in outputs]
+        self.moment.copy_(moment)
+        self.values = _take_in(self.values, values)
+        return [_take_out(x, self.values) for x in self._run(weights, trains)]
 
     def backward(self, gradients: Sequence[Tensor], last: bool = False) -> list[Tensor]:
         """Differentiate into the ``.grad`` of the weights; return the gradients of the leaves.
 
         The `last` backward of the stage has its buckets of gradients posted by the `watch`, each as it is complete.
         """
-        self.load_gradients(gradients)
-        kept, self._kept = self._kept, Kept()
-        watch = self.watch if last else None
-        with nullcontext() if watch is None else watch.report(watch.post):
-            departing = kept.differentiate(self.gradients)
-        return [_take_out(x, self.gradients) for x in departing]
-
-    def load(self, values: Sequence[Tensor], moment: Tensor) -> None:
-        """Copy the `values` of a microbatch, and its `moment`, into the slot's memory."""
-        self.moment.copy_(moment)
-        self.values = _take_in(self.values, values)
-
-    def load_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Copy the `gradients` of the outputs into the slot's memory."""
         self.gradients = _take_in(self.gradients, gradients)
+        return [_take_out(x, self.gradients) for x in self._differentiate(self.watch if last else None)]
+
+    def _run(self, weights: Weights, trains: bool) -> list[Tensor]:
+        outputs, self._kept = self.call.run(weights, self.values, trains)
+        return outputs
+
+    def _differentiate(self, watch: BucketWatch | None) -> list[Tensor]:
+        kept, self._kept = self._kept, Kept()
+        with nullcontext() if watch is None else watch.report(watch.post):
+            return kept.differentiate(self.gradients)
 
     def clear(self) -> None:
         """Forget the microbatch."""

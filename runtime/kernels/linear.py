@@ -211,7 +211,7 @@ class _Products(torch.autograd.Function):
             of_x = total.view(ctx.shape)
             if ctx.rank is not None:
                 posted = ctx.rank.group("tensor").post_all_reduce([total])
-                begin = None if measured is None else measured.stopwatch.mark()
+                begin = None if measured is None else measured.mark()
         count = len(gradients)
         of_weights = [
             product.differentiate_weight(sums, gradient, x) if asked else None
@@ -222,7 +222,7 @@ class _Products(torch.autograd.Function):
             for gradient, asked in zip(gradients, wanted[count:], strict=True)
         ]
         if posted is not None:
-            computed = None if measured is None else measured.stopwatch.mark()
+            computed = None if measured is None else measured.mark()
             of_x = posted.wait()[0].view(ctx.shape)
             if measured is not None:
                 measured.add("tensor", begin)

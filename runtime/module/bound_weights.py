@@ -1,6 +1,6 @@
 """The parameters and buffers of a rank; optimizers step parameters whole, or in shards of the replicas (ZeRO-1)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -166,7 +166,7 @@ class BoundWeights:
                     f"the sharded optimizer's part of {shard.names[0]}, or of a parameter stepped with it, was written "
                     "outside of its step, where no stage sees it: write parallel.parameters() instead"
                 )
-        if self._is_rebound():
+        if self._find_rebound():
             self.adopt_writes()
         self.watch.check(module)
         if self._buffers != self._read_buffers():
@@ -178,9 +178,9 @@ class BoundWeights:
         Raises ValueError as a call does where the memory given has another shape, dtype or device.
         """
         self.await_gathers()
-        versions, rebound = self._read_versions(), self._is_rebound()
-        if rebound:
-            self._bind_again()
+        versions = self._read_versions()
+        if rebound := self._find_rebound():
+            self._bind_again(rebound)
         # Values show writes that versions do not count.
         written = [shard.is_written() for shard in self.shards]
         if rebound or versions != self._versions or (written and torch.stack(written).any()):
@@ -229,14 +229,13 @@ class BoundWeights:
                 "weights arrived, which overwrite it: take it again from parallel.parameters(), which waits for them"
             )
 
-    def _is_rebound(self) -> bool:
-        """Return whether sharded parameters have memory that their optimizer does not send new weights to."""
-        return any(shard.rebound(self.watch.parameters) for shard in self.shards)
+    def _find_rebound(self) -> dict[FlatShard, list[str]]:
+        """Return the names of sharded parameters with memory that their optimizer does not send new weights to."""
+        return {shard: names for shard in self.shards if (names := shard.rebound(self.watch.parameters))}
 
-    def _bind_again(self) -> None:
+    def _bind_again(self, rebound: Mapping[FlatShard, Sequence[str]]) -> None:
         parameters = self.watch.parameters
         self.watch.check_bound(parameters)
-        rebound = {shard: names for shard in self.shards if (names := shard.rebound(parameters))}
         # Copies, all before the first write: two parameters may have been given each other's memory.
         values = [{name: parameters[name].detach().clone() for name in names} for names in rebound.values()]
         for shard, own in zip(rebound, values, strict=True):

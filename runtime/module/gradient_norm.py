@@ -8,7 +8,7 @@ one that was imported before ``bind`` knows them too.
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from itertools import chain
 from typing import Any
 
@@ -83,19 +83,11 @@ def clip_over_ranks(parallel: nn.Module, runner: StepRunner) -> None:
             original = getattr(clip_grad, name)
             if hasattr(original, "knows_parallel_models"):
                 continue
-            wrapped = _wrap(original, replacement)
+            wrapped = wraps(original)(partial(replacement, original))
+            wrapped.knows_parallel_models = True  # type: ignore[attr-defined]
             for module in (clip_grad, nn.utils):
                 for alias in [alias for alias, value in vars(module).items() if value is original]:
                     setattr(module, alias, wrapped)
-
-
-def _wrap(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs) if _MODELS else original(*args, **kwargs)
-
-    wrapped.knows_parallel_models = True  # type: ignore[attr-defined]
-    return wrapped
 
 
 def _list_models() -> list[StepRunner]:

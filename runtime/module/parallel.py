@@ -15,10 +15,13 @@ from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
 from autoptd.runtime.checkpoint.saving import Saving, Training
 from autoptd.runtime.checkpoint.schedulers import Schedulers, name_schedulers
 from autoptd.runtime.comm.connection import Connection
+from autoptd.runtime.comm.timings import gather_measured
+from autoptd.runtime.comm.trace import write_trace
 from autoptd.runtime.engine.batch import call_signature, find_loss
-from autoptd.runtime.engine.bound_shape import BoundShape, ShapeFunctions
+from autoptd.runtime.engine.bound_shape import BoundShape
 from autoptd.runtime.engine.dynamo import leave_uncompiled
-from autoptd.runtime.engine.last_step import LastStep
+from autoptd.runtime.engine.executor import ShapeFunctions
+from autoptd.runtime.engine.last_step import LastStep, read_last_step
 from autoptd.runtime.engine.lazy_output import LazyOutput
 from autoptd.runtime.guards.optimizer_watch import watch_divided, watch_steps
 from autoptd.runtime.kernels.operands import HALF
@@ -203,7 +206,8 @@ class Parallel(BoundModule):
     @property
     def last_step(self) -> LastStep:
         """The last call in numbers, as this rank saw it; waits for the device. RuntimeError where no step has run."""
-        return self._runner.read_last_step()
+        measured, loss = self._runner.read_measured("last_step")
+        return read_last_step(self._runner.shape.manifest, measured, loss, self._runner.norm)
 
     def save_trace(self, path: str | Path) -> None:
         """Write the last step as it ran: a chrome trace as `Simulation.save_trace` has it of the predicted one.
@@ -214,7 +218,13 @@ class Parallel(BoundModule):
         Times are by the clocks of the ranks' machines.
         Raises RuntimeError where no step has run, or the last one failed.
         """
-        self._runner.save_trace(path)
+        measured, _ = self._runner.read_measured("save_trace")
+        rank = self._connection.rank
+        with self._connection.position.collective_call("save_trace"):
+            rows, phases = gather_measured(measured, rank.group("pipeline"))
+        if rank.number == 0:
+            about = {"step": "measured", "device": rank.device.type, "mesh": str(rank.mesh)}
+            write_trace(path, rows, phases, (), about)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return this rank's tensors under the user's names; trained weights in half precision as stepped, in float32.

@@ -3,19 +3,16 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoptd.runtime.comm.timings import Measured, gather_measured
-from autoptd.runtime.comm.trace import write_trace
+from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.engine.batch import bind_batch, output_builder, split_batch, unequal_counts
 from autoptd.runtime.engine.bound_shape import BoundShape
 from autoptd.runtime.engine.executor import Inputs
 from autoptd.runtime.engine.label_weights import ITEMS, find_divisors, read_items, weigh_items
-from autoptd.runtime.engine.last_step import LastStep, read_last_step
 from autoptd.runtime.engine.lazy_output import LazyOutput, RankPart
 from autoptd.runtime.engine.step import Step
 from autoptd.runtime.guards.nonfinite import explain_nonfinite
@@ -185,21 +182,8 @@ class StepRunner:
                 sums.finish()
         return pair, run
 
-    def read_last_step(self) -> LastStep:
-        """Return the last call in numbers. RuntimeError where no step has run."""
-        measured, loss = self._read_measured("last_step")
-        return read_last_step(self.shape.manifest, measured, self._rank.device, loss, self.norm)
-
-    def save_trace(self, path: str | Path) -> None:
-        """Write the last step as it ran; a collective. RuntimeError where no step has run."""
-        measured, _ = self._read_measured("save_trace")
-        with self._connection.position.collective_call("save_trace"):
-            rows, phases = gather_measured(measured, self._rank.group("pipeline"), self._rank.device)
-        if self._rank.number == 0:
-            about = {"step": "measured", "device": self._rank.device.type, "mesh": str(self._manifest.mesh)}
-            write_trace(path, rows, phases, (), about)
-
-    def _read_measured(self, asked: str) -> tuple[Measured, Tensor]:
+    def read_measured(self, asked: str) -> tuple[Measured, Tensor]:
+        """Return the times and the loss of the last call, which `asked` needs; RuntimeError where no step has run."""
         measured = self.shape.executor.measured
         if self.loss is None or not measured.spans:
             raise RuntimeError(f"no step has run, or the last failed: call the parallel model before {asked}")

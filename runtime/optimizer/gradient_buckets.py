@@ -1,7 +1,8 @@
 """Fill buckets of gradients and sum each over a group of ranks, and share the loss; `gradient_sums` says when."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
 
 BUCKET_BYTES = 25 * 2**20
+K = TypeVar("K")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -17,7 +19,7 @@ def sum_over(group: Group, tensors: Sequence[Tensor]) -> None:
     """Sum `tensors` over `group` in place, in buckets of one dtype and about 25 MB, in their order."""
     if group.size == 1:
         return
-    for bucket in fill_buckets(tensors):
+    for bucket in fill_buckets(dict(enumerate(tensors))):
         sums = group.post_all_reduce([tensors[i] for i in bucket]).wait()
         for i, summed in zip(bucket, sums, strict=True):
             if summed.data_ptr() != tensors[i].data_ptr():
@@ -40,17 +42,18 @@ def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor
     return rank.group("pipeline").broadcast(pair, rank.group("pipeline").size - 1)
 
 
-def fill_buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield indices of `tensors`, dtype by dtype, in runs of up to BUCKET_BYTES."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket: list[int] = []
+def fill_buckets(
+    tensors: Mapping[K, Tensor], dtypes: Mapping[K, torch.dtype] | None = None
+) -> Iterator[list[K]]:
+    """Yield keys of `tensors` in runs of up to BUCKET_BYTES and of one dtype: their own, or another of `dtypes`."""
+    dtypes = dtypes or {key: tensor.dtype for key, tensor in tensors.items()}
+    for dtype in dict.fromkeys(map(dtypes.__getitem__, tensors)):
+        bucket: list[K] = []
         filled = 0
-        for index, tensor in enumerate(tensors):
-            if tensor.dtype is not dtype:
-                continue
-            if bucket and filled + tensor.nbytes > BUCKET_BYTES:
+        for key in (key for key in tensors if dtypes[key] is dtype):
+            if bucket and filled + tensors[key].nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, filled = [], 0
-            bucket.append(index)
-            filled += tensor.nbytes
+            bucket.append(key)
+            filled += tensors[key].nbytes
         yield bucket

@@ -159,8 +159,8 @@ def lay_out(
         groups = [shards[i] for i in dict.fromkeys(places[name] for name in found if name in places)]
         whole = [name for name in found if name not in places]
         for alike in ([n for n in whole if n not in late], [n for n in whole if n in late]):
-            wide = [torch.empty(found[n].shape, dtype=widen(found[n].dtype), device="meta") for n in alike]
-            groups += [[alike[i] for i in bucket] for bucket in fill_buckets(wide)]
+            wide = {n: torch.empty_like(found[n], dtype=widen(found[n].dtype), device="meta") for n in alike}
+            groups += fill_buckets(wide)
         for group in sorted(groups, key=lambda group: any(name in late for name in group)):
             shard = places.get(group[0])
             yield Bucket({name: found[name] for name in group}, shard, 1 if shard is None else parts)

@@ -132,7 +132,7 @@ class GradientSums:
 
     def finish(self) -> None:
         """Post the sums that are left, and wait for all."""
-        self._begin = self._begin or self._measured.stopwatch.mark()
+        self._begin = self._begin or self._measured.mark()
         for owners, group in sorted(self._connection.tied.items()):
             for bucket in self._memory.buckets.get(owners, ()):
                 self._post(bucket, group)
@@ -179,7 +179,7 @@ class GradientSums:
                 f"{', '.join(missing[:5])} took no part in the loss and has no gradient, which a sharded optimizer "
                 "cannot leave out: make the optimizer without it, or freeze it before the optimizer is sharded"
             )
-        self._begin = self._begin or self._measured.stopwatch.mark()
+        self._begin = self._begin or self._measured.mark()
         for name in bucket.views.keys() & self._memory.further.keys():
             for further in self._memory.further[name]:
                 bucket.views[name].add_(further)

@@ -222,8 +222,8 @@ def fill_groups(
                     "this parallel model's: make the optimizer from parallel.parameters(), and shard it once"
                 )
         own = {names[p] for p in settings["params"] if p.requires_grad}
-        trained = ([name for name in row if name in own] for row in rows)
-        groups.append([bucket for row in trained for bucket in _fill(row, parameters, dtypes)])
+        trained = ({name: parameters[name] for name in row if name in own} for row in rows)
+        groups.append([bucket for row in trained for bucket in fill_buckets(row, dtypes)])
     return groups
 
 
@@ -234,36 +234,22 @@ def lay_out_shards(
 
     ValueError, with nothing changed, for states that cannot be joined.
     """
-    layout: list[list[tuple[FlatShard, dict[str, Any]]]] = []
-    for own in buckets:
-        made = []
-        for bucket in own:
-            shard = FlatShard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
-            states = {name: state for name in bucket if (state := optimizer.state.get(parameters[name]))}
-            made.append((shard, join_states(shard, states)))
-        layout.append(made)
-    names = {parameter: name for name, parameter in parameters.items()}
+
+    def make(bucket: Sequence[str]) -> tuple[FlatShard, dict[str, Any]]:
+        shard = FlatShard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
+        states = {name: state for name in bucket if (state := optimizer.state.get(parameters[name]))}
+        return shard, join_states(shard, states)
+
+    layout = [[make(bucket) for bucket in own] for own in buckets]
     for settings, made in zip(optimizer.param_groups, layout, strict=True):
-        sharded = {name for shard, _ in made for name in shard.names}
+        sharded = {parameters[name] for shard, _ in made for name in shard.names}
         # Parameters that are frozen, or used by no stage, never have a gradient, and are not stepped.
-        settings["params"] = [p for p in settings["params"] if names[p] not in sharded]
+        settings["params"] = [p for p in settings["params"] if p not in sharded]
+        for parameter in sharded:
+            optimizer.state.pop(parameter, None)
         for shard, state in made:
             shard.bind(parameters)
-            for name in shard.names:
-                optimizer.state.pop(parameters[name], None)
             if state:
                 optimizer.state[shard.own] = state
             settings["params"].append(shard.own)
     return [shard for made in layout for shard, _ in made]
-
-
-def _fill(names: Sequence[str], parameters: Parameters, dtypes: Dtypes) -> list[list[str]]:
-    """Divide `names` into buckets of one dtype and about BUCKET_BYTES, in their order."""
-    by_dtype: dict[torch.dtype, list[str]] = {}
-    for name in names:
-        by_dtype.setdefault(dtypes[name], []).append(name)
-    return [
-        [alike[i] for i in bucket]
-        for alike in by_dtype.values()
-        for bucket in fill_buckets([parameters[name] for name in alike])
-    ]

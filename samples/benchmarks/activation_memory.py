@@ -26,7 +26,7 @@ import autoptd
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.ir.nodes import info
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from samples.benchmarks.report import publish

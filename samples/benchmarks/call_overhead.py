@@ -18,7 +18,7 @@ from torch import Tensor
 import autoptd
 from autoptd.runtime.comm.connection import connect
 from autoptd.runtime.comm.rank import CPU
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from samples.benchmarks.report import publish

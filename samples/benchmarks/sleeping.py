@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from autoptd.runtime.comm.connection import connect
-from autoptd.runtime.engine.executor import Executor
+from autoptd.runtime.engine.executor import Executor, ShapeFunctions
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
@@ -130,7 +130,8 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
 
     functions = {index: partial(run_stage, stage, index == last) for index, stage in stages.items()}
     schedule = make_schedule(case.schedule, case.num_ranks, case.num_microbatches, case.num_model_chunks)
-    executor = Executor(manifest, connect(manifest, CPU, repr(case)), functions, schedule, graphs=False)
+    program = ShapeFunctions(manifest, functions, dict, schedule, {})
+    executor = Executor(program, connect(manifest, CPU, repr(case)), graphs=False)
     weights = {index: dict(stage.named_parameters()) for index, stage in stages.items()}
     rows: list[tuple[Tensor, ...]] = [(x,) for x in batch.split(1)]
     nothing: list[tuple[Tensor, ...]] = [()] * case.num_microbatches

@@ -12,7 +12,7 @@ from torch import Tensor
 from autoptd.runtime import collectives
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh

@@ -14,7 +14,7 @@ from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.comm.groups import LocalGroup, Posted
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadWorld
-from autoptd.runtime.comm.timings import Measured, Stopwatch
+from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.activation_memory import SavedTensors
 
@@ -161,7 +161,7 @@ def test_the_sum_runs_beside_the_gradients_of_weights(form: str, expected: list[
     events: list[str] = []
     rank = Rank.local(Mesh(1, 1, 1))
     rank.groups["tensor"] = RecordingGroup(events)
-    rank.measured = Measured(Stopwatch(rank.device))
+    rank.measured = Measured(rank.device)
     x, weights, biases = draw(form, False, True)
     leaves: list[Tensor] = [t.requires_grad_() for t in (x, *weights, *biases) if t is not None]
     made = joined(rank, form, False, x, weights, biases)

@@ -12,7 +12,7 @@ import autoptd
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.ir.program import recomputed_groups
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.engine.bound_shape import ShapeFunctions
+from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from samples.benchmarks.activation_memory import SavedTensors

@@ -38,7 +38,7 @@ def bind(chain: Chain) -> tuple[Parallel, Connection, Callable[[], float]]:
     """The parallel model of a rank, and the clock of its trace."""
     connection = connect(chain.manifest, CPU, "text")
     parallel = chain.parallel(connection)
-    return parallel, connection, parallel._shapes[0].executor.measured.stopwatch.mark
+    return parallel, connection, parallel._shapes[0].executor.measured.mark
 
 
 def store() -> Any:

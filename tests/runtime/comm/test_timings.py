@@ -16,7 +16,7 @@ import torch
 import autoptd
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.comm.timings import Measured, Stopwatch, gather_measured
+from autoptd.runtime.comm.timings import Measured, gather_measured
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Kind
 from samples.gpt import GPT, GPTConfig
@@ -157,17 +157,17 @@ def test_marks_are_read_at_once() -> None:
     """Each reading of a device has a zero of its own."""
     readings: list[int] = []
 
-    class Once(Stopwatch):
+    class Once(Measured):
         def read(self, marks: Sequence[Any]) -> list[float]:
             readings.append(len(marks))
             return super().read(marks)
 
     rank = Rank.local(Mesh(1, 1, 1))
-    measured = Measured(Once(rank.device))
+    measured = Once(rank.device)
     measured.start()
-    measured.add(Kind("F"), measured.stopwatch.mark())
-    measured.add("data", measured.stopwatch.mark())
+    measured.add(Kind("F"), measured.mark())
+    measured.add("data", measured.mark())
     measured.finish()
-    ((entry,),), (phase,) = gather_measured(measured, rank.group("pipeline"), rank.device)
+    ((entry,),), (phase,) = gather_measured(measured, rank.group("pipeline"))
     assert readings == [4]
     assert 0 == entry.start <= entry.end <= phase.start <= phase.end

@@ -121,7 +121,8 @@ def slots_of(parallel: Parallel) -> list[GraphSlot]:
 
 def captured_in(parallel: Parallel) -> set[Any]:
     """The modes that are replayed."""
-    return parallel._runner.shape.executor.captures._captured
+    states = parallel._runner.shape.executor.captures._states
+    return {mode for mode, state in states.items() if state == "captured"}
 
 
 def assert_same(one: list[Tensor], two: list[Tensor]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.comm.timings import Measured, Span, Stopwatch
+from autoptd.runtime.comm.timings import Measured, Span
 from autoptd.runtime.engine.last_step import LastStep, count_tokens, read_last_step
 from autoptd.runtime.program.schedule import Kind
 from tests.runtime.chain import Chain
@@ -101,8 +101,8 @@ def test_all_reduces_beside_computing_are_hidden() -> None:
         ("weights", 0, 0, 107.0, 110.0),  # beside it
         ("data", 0, 0, 113.0, 119.0),
     ]
-    measured = Measured(Stopwatch(torch.device("cpu")), list(spans), 100.0, 120.0)
-    step = read_last_step(manifest, measured, torch.device("cpu"), torch.tensor(3.0), None)
+    measured = Measured(torch.device("cpu"), list(spans), 100.0, 120.0)
+    step = read_last_step(manifest, measured, torch.tensor(3.0), None)
     assert step.step_seconds == 20
     assert step.bubble == (14 - 12) / 12
     assert step.exposed_communication_seconds == 2 + (5 - 3) + (120 - 114)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.groups import LocalGroup, Running
-from autoptd.runtime.comm.timings import Measured, Stopwatch
+from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete, read_gradients
 from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
@@ -35,7 +35,7 @@ def sum_gradients(
 ) -> dict[str, Tensor]:
     """What the sums make of one stage's `gradients`; with `shards` the replica's part of the only one."""
     here = connection.rank.coordinates.pipeline
-    measured = Measured(Stopwatch(connection.rank.device))
+    measured = Measured(connection.rank.device)
     complete = list_complete(manifest, here, [Action(here, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, complete, shards)
     leaves = {name: torch.zeros_like(g, requires_grad=True) for name, g in gradients.items()}
@@ -124,7 +124,7 @@ def test_a_parameter_without_a_gradient_is_named_where_it_is_in_a_shard() -> Non
     shard = FlatShard({name: leaf.detach() for name, leaf in leaves.items()}, torch.float32, LocalGroup())
     sums = GradientSums(manifest, connection, complete, [shard])
     sums.leaves = sums.attach({0: leaves}, frozenset(leaves))
-    sums.start((), Measured(Stopwatch(connection.rank.device)))
+    sums.start((), Measured(connection.rank.device))
     leaves["first"].sum().backward()
     with pytest.raises(
         ValueError,
@@ -136,7 +136,7 @@ def test_a_parameter_without_a_gradient_is_named_where_it_is_in_a_shard() -> Non
 def test_half_precision_is_summed_in_float32() -> None:
     manifest = manifest_of((1, 1, 1), Parameter("weight", (1,), torch.bfloat16))
     connection = run_threads(manifest, lambda connection: connection)[0]
-    measured = Measured(Stopwatch(connection.rank.device))
+    measured = Measured(connection.rank.device)
     complete = list_complete(manifest, 0, [Action(0, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, complete, ())
     leaf = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
