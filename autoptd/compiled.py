@@ -280,9 +280,10 @@ class CompiledProgram:
             for program, own in given:
                 compare_weights(program.manifest, connection, own)
             pipeline = connection.rank.coordinates.pipeline
-            first, *further = (program._read_rank(pipeline, own) for program, own in given)
+            programs = (program._read_rank(pipeline, own) for program, own in given)
             replays = graphs == "auto" and placed.type in graph_devices
-            parallel = signed(self.manifest)(connection, first, further, weights is None, replays)
+            bound = signed(self.manifest)
+            parallel = bound(connection, *programs, drawn=weights is None, graphs=replays)
         parallel.loss_type = getattr(self.model, "loss_type", None)
         known = {} if self.model is None else vars(self.model)
         plain = {n for n, value in known.items() if isinstance(value, (int, float, str)) and n[0] != "_"}

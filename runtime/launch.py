@@ -18,9 +18,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from autoptd.runtime.comm.connection import Connection, check_world_size, connect
-from autoptd.runtime.comm.journal import Journal, TracedPosition
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.health.failure_record import FailureRecord
+from autoptd.runtime.health.journal import TracedPosition
 from autoptd.runtime.health.local_ranks import gather_local_ranks
 from autoptd.runtime.health.watchdog import PATIENCE, Watchdog
 from autoptd.runtime.program.manifest import Manifest
@@ -64,7 +64,8 @@ def join(manifest: Manifest, device: torch.device, program: str) -> Iterator[Con
         connection = connect(manifest, device, program)
         connection.position = position
         if isinstance(position, TracedPosition):
-            position.trace_groups(connection)
+            tied = {f"tied {list(owners)}": group for owners, group in connection.tied.items()}
+            position.trace({**connection.rank.groups, "world": connection.world, **tied})
         yield connection
 
 
@@ -110,7 +111,7 @@ def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
 
 def _make_position(slots: memoryview | None, peers: Mapping[int, memoryview], rank: int) -> Position:
     folder = os.environ.get("AUTOPTD_TRACE")
-    return TracedPosition(slots, peers, Journal(Path(folder), rank)) if folder else Position(slots, peers)
+    return TracedPosition(slots, peers, Path(folder), rank) if folder else Position(slots, peers)
 
 
 def end_with_launcher() -> bool:

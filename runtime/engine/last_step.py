@@ -2,7 +2,6 @@
 
 import resource
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -42,13 +41,16 @@ class LastStep:
 
 def read_last_step(manifest: Manifest, measured: Measured, loss: Tensor, norm: Tensor | None) -> LastStep:
     """Read the last whole step from `measured`; wait for the device. No collective."""
+
+    def seconds(*kinds: Kind | str) -> float:
+        return sum(stop - start for kind, start, stop in spans if kind in kinds)
+
     kinds = [span[0] for span in measured.spans]
     marks = [mark for span in measured.spans for mark in span[3:]]
     begin, end, *times = measured.read([measured.begin, measured.end, *marks])
     spans = list(zip(kinds, times[::2], times[1::2], strict=True))
-    work = _sum_spans(spans, Kind.FORWARD, Kind.BACKWARD)
+    work = seconds(Kind.FORWARD, Kind.BACKWARD)
     computed_last = max(stop for kind, _, stop in spans if isinstance(kind, Kind))
-    sums = _sum_spans(spans, "tensor") - _sum_spans(spans, "weights")
     tokens = count_tokens(manifest)
     return LastStep(
         loss=loss.item(),
@@ -56,14 +58,9 @@ def read_last_step(manifest: Manifest, measured: Measured, loss: Tensor, norm: T
         step_seconds=end - begin,
         tokens_per_second=None if tokens is None else tokens / (end - begin),
         bubble=(computed_last - begin - work) / work,
-        exposed_communication_seconds=end - computed_last + sums,
+        exposed_communication_seconds=end - computed_last + seconds("tensor") - seconds("weights"),
         peak_memory_bytes=peak_memory(measured.device),
     )
-
-
-def _sum_spans(spans: Sequence[tuple[Kind | str, float, float]], *kinds: Kind | str) -> float:
-    """Return the seconds of all spans (kind, begin, end) of these `kinds`."""
-    return sum(end - begin for kind, begin, end in spans if kind in kinds)
 
 
 def count_tokens(manifest: Manifest) -> int | None:

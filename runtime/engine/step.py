@@ -19,8 +19,10 @@ class Handover:
 
     So a call costs nothing for each of the `leaves`, which get gradients, nor of the parameters in shards, which get
     none. Steps are attached to `link`, and leave their gradients in `waiting`, with the number of the backward, so that
-    one that breaks off in between leaves them to no other.
+    one that breaks off in between leaves them to no other. Each calls `note_scale` with the factor of its loss, if any.
     """
+
+    note_scale: Callable[[Tensor], None] | None = None
 
     def __init__(
         self, leaves: Mapping[str | int, Tensor], sharded: Iterable[Tensor], device: torch.device
@@ -60,15 +62,11 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Callable[[], tuple[Tensor, list[Row]]],
-        note_scale: Callable[[Tensor], None] | None,
-        handover: Handover,
-        link: Tensor,
+        ctx: Any, run: Callable[[], tuple[Tensor, list[Row]]], handover: Handover, link: Tensor
     ) -> Tensor:
-        """Return the loss that `run` gives with the gradients for the `handover`; backward calls `note_scale` first."""
+        """Return the loss that `run` gives with the gradients for the `handover`."""
         loss, ctx.kept = run()
-        ctx.note_scale, ctx.handover = note_scale, handover
+        ctx.handover = handover
         return loss
 
     @staticmethod
@@ -90,11 +88,11 @@ class Step(torch.autograd.Function):
                 "only parts of them: ask for those of the parts (optimizer.param_groups), or train by loss.backward()"
             )
         kept, ctx.kept = ctx.kept, None
-        if ctx.note_scale is not None:
-            ctx.note_scale(scale)
+        if ctx.handover.note_scale is not None:
+            ctx.handover.note_scale(scale)
         scale_rows([row for row, _, _ in kept], scale)
         ctx.handover.waiting.append((torch._C._current_graph_task_id(), kept))
-        return None, None, None, scale
+        return None, None, scale
 
 
 def _is_asked_for(parameter: Tensor) -> bool:

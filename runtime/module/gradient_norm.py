@@ -101,11 +101,7 @@ def _list_models() -> list[StepRunner]:
 
 @leave_uncompiled
 def _total_norm(
-    original: Callable[..., Tensor],
-    tensors: Tensor | Iterable[Tensor],
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    original: Any, tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
 ) -> Tensor:
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for model in _list_models():
@@ -116,7 +112,7 @@ def _total_norm(
             # A placeholder has the dtype of its parameter, whose gradient is summed in more.
             dtypes = [torch.float32, *(tensor.dtype for tensor in tensors)]
             return norm.to(reduce(torch.promote_types, dtypes))
-    return original(tensors, norm_type, error_if_nonfinite, foreach)
+    return original(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
 
 
 def _read_keys(model: StepRunner) -> dict[int, str | int]:

@@ -1,7 +1,7 @@
 """The parallel model of one rank: an nn.Module that runs the whole pipelined step when it is called."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakMethod
@@ -53,19 +53,15 @@ class Parallel(BoundModule):
     compiled_in: frozenset[str] = frozenset()
 
     def __init__(
-        self,
-        connection: Connection,
-        program: ShapeFunctions,
-        further: Sequence[ShapeFunctions] = (),
-        drawn: bool = False,
-        graphs: bool = False,
+        self, connection: Connection, *programs: ShapeFunctions, drawn: bool = False, graphs: bool = False
     ) -> None:
-        """Take this rank's slices of the whole weights of `program`, by the user's names, and bind it to them.
+        """Take this rank's slices of the whole weights of the first of `programs`, by the user's names, and bind it.
 
-        `further` are the programs of further input shapes, with the same parameters in the same places. With `drawn`,
-        parameters without values are initialised as the manifest says; with `graphs` stages are replayed.
+        Those of further input shapes have the same parameters in the same places. With `drawn`, parameters without
+        values are initialised as the manifest says; with `graphs` stages are replayed.
         """
         super().__init__()
+        program, *further = programs
         manifest, rank = program.manifest, connection.rank
         self._manifest, self._connection = manifest, connection
         slices = take_slices(manifest, rank, program.constants, program.weights, drawn)

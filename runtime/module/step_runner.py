@@ -76,8 +76,8 @@ class StepRunner:
         if torch.is_grad_enabled():
             handover = self.weights.find_handover()
             run = partial(self._train, number, batch)
-            note_scale = None if self._manifest.mesh.size == 1 else self.steps.scale
-            loss: Tensor = Step.apply(run, note_scale, handover, handover.link)  # type: ignore[no-untyped-call]
+            handover.note_scale = None if self._manifest.mesh.size == 1 else self.steps.scale
+            loss: Tensor = Step.apply(run, handover, handover.link)  # type: ignore[no-untyped-call]
         else:
             # Tensors made here are there for later steps, which inference tensors are not.
             with torch.inference_mode(False), torch.no_grad(), self._connection.position.call(training=False):

@@ -70,13 +70,11 @@ class GradientSums:
         self._connection = connection
         self._complete = rows
         self._shards = [shard.names for shard in shards]
-        self._placements = {name: p.placement["tensor"] for name, p in manifest.parameters.items()}
+        self._tensor, self._data = map(connection.rank.group, ("tensor", "data"))
+        held = {name: p.placement["tensor"] for name, p in manifest.parameters.items()}
         self._partial = {
-            name
-            for name, placement in self._placements.items()
-            if placement.partial_gradient and connection.rank.group("tensor").size > 1
+            name: on for name, on in held.items() if on.partial_gradient and self._tensor.size > 1
         }
-        self._data = connection.rank.group("data")
         self.release()
 
     def release(self) -> None:
@@ -120,7 +118,7 @@ class GradientSums:
     def watch(self, stage: int) -> BucketWatch | None:
         """Return what posts sums of `stage` during its last backward; None where no replica waits for them."""
         buckets = self._memory.buckets.get(stage, ())
-        early = [bucket for bucket in buckets if self._partial.isdisjoint(bucket.views)]
+        early = [bucket for bucket in buckets if not self._partial.keys() & bucket.views]
         if self._data.size == 1 or not early:
             return None
         return BucketWatch(self.leaves.by_stage[stage], early, lambda number: self._post(early[number]))
@@ -183,10 +181,9 @@ class GradientSums:
         for name in bucket.views.keys() & self._memory.further.keys():
             for further in self._memory.further[name]:
                 bucket.views[name].add_(further)
-        tensor = self._connection.rank.group("tensor")
-        partial = ((self._placements[name], bucket.views[name]) for name in names if name in self._partial)
-        rows = (on_tensor.split(gradient, tensor.size, divided=False) for on_tensor, gradient in partial)
-        sum_over(tensor, list(chain.from_iterable(rows)))
+        partial = [name for name in names if name in self._partial]
+        rows = (self._partial[n].split(bucket.views[n], self._tensor.size, divided=False) for n in partial)
+        sum_over(self._tensor, list(chain.from_iterable(rows)))
         if bucket.shard is None:
             posted = self._data.post_all_reduce([bucket.flat])
         else:
