@@ -498,7 +498,7 @@ def test_a_step_is_measured_in_its_own_shape() -> None:
         found = []
         for shape in (LONG, SHORT, LONG):
             loss_of(parallel(**make_batch(shape))).backward()
-            found.append({span[0] for span in parallel._runner.shape.executor.measured.spans})
+            found.append({span[0] for span in parallel._runner.shape.measured.spans})
         return found
 
     for kinds in run_ranks(work, 2):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer,
 from autoptd.runtime.engine.captures import Captures
 from autoptd.runtime.engine.graphs import GraphSlot
 from autoptd.runtime.engine.slot import Slot, StageCall, Weights
-from autoptd.runtime.optimizer.gradient_sums import GradientSums
+from autoptd.runtime.optimizer.gradient_memory import StageLeaves
+from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slots, last_gradients
 from autoptd.runtime.randomness import as_signed
 from autoptd.runtime.weights import file_tensor
-from autoptd.runtime.weights.slices import Constants
+from autoptd.runtime.weights.slices import Constants, Slices
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
 Inputs = Sequence[Sequence[Tensor]]  # of a stage from the batch: a row per microbatch
@@ -142,27 +144,36 @@ class StageRun:
 
 
 class Executor:
-    """The schedule of this rank, bound to its stages and channels once, run once a step.
+    """One input shape of a program on this rank: its schedule, bound to stages and channels once, run once a step.
+
+    `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its length.
+    `leaves` are what the stages compute with, as `read_leaves` made them last. Where the program `weighs` gradients, as
+    an autograd function of the user's does, every rank needs the weights of the microbatches.
 
     `sent` counts the elements sent, under "stage 0 -> 1" for activations and "stage 1 -> 0" for gradients;
     `measured` is when the last step's actions ran. `outputs` are what it made for a call to return besides the loss: by
     path, those of all microbatches stacked.
     """
 
-    def __init__(self, program: ShapeFunctions, connection: Connection, graphs: bool) -> None:
+    def __init__(self, program: ShapeFunctions, connection: Connection, slices: Slices, graphs: bool) -> None:
+        self.slices, self.constants = slices, program.constants
+        self.leaves = StageLeaves()
+        self.weighs = any(_names(f.__code__, "autograd_function") for f in program.functions.values())
+        self._made_for: tuple[object, object] = None, None
         self.sent: Counter[str] = Counter()
         self.outputs: dict[tuple[str, ...], Tensor] = {}
         self.measured = Measured(connection.rank.device)
         self._connection, self._device = connection, connection.rank.device
-        self._manifest = program.manifest
+        self.manifest = program.manifest
         here = connection.rank.coordinates.pipeline
         self.stages = {
             stage.index: StageRun(program, connection.rank, stage, self.measured, graphs)
-            for stage in self._manifest.stages[here :: self._manifest.mesh.pipeline]
+            for stage in self.manifest.stages[here :: self.manifest.mesh.pipeline]
         }
+        self.complete = list_complete(self.manifest, here, program.schedule[here])
         graphed = {index: stage.graphed for index, stage in self.stages.items()} if graphs else {}
         self.captures = Captures(connection.rank, connection.world, graphed)
-        for boundary in range(len(self._manifest.stages) - 1):
+        for boundary in range(len(self.manifest.stages) - 1):
             self._join(boundary)
         for receive, sent in find_acknowledged(program.schedule, here).items():
             arrival, departure = self._buffer(receive), self._buffer(sent)
@@ -178,10 +189,10 @@ class Executor:
             lower.puts[Kind.SEND_OUTPUT] = upper.takes[Kind.RECEIVE_INPUT] = LocalBoundary()
             upper.puts[Kind.SEND_GRADIENT] = lower.takes[Kind.RECEIVE_GRADIENT] = LocalBoundary()
             return
-        values = self._manifest.stages[boundary].sends
+        values = self.manifest.stages[boundary].sends
         gradients = [value for value in values if value.requires_grad]
-        pipeline, above = self._manifest.mesh.pipeline, boundary + 1
-        shared = self._connection.rank.group("tensor"), self._manifest.scatter_gather
+        pipeline, above = self.manifest.mesh.pipeline, boundary + 1
+        shared = self._connection.rank.group("tensor"), self.manifest.scatter_gather
 
         def send(values: Sequence[Boundary], source: int, target: int) -> SendBuffer:
             channel = self._connection.outgoing[target % pipeline]
@@ -216,9 +227,34 @@ class Executor:
             here = self._connection.rank.coordinates.pipeline
             raise ValueError(
                 f"{action} is scheduled on pipeline rank {here}, which has stages {sorted(self.stages)} of "
-                f"{len(self._manifest.stages)}: no such stage, or no boundary there to another rank"
+                f"{len(self.manifest.stages)}: no such stage, or no boundary there to another rank"
             )
         return partial(run, action.microbatch)
+
+    def read_leaves(
+        self, tensors: Slices, narrow: Slices, trained: frozenset[str] | None, sums: GradientSums
+    ) -> StageLeaves:
+        """Return leaves in the memory of `tensors`, or of `narrow` ones instead; those of `trained` add to `sums`.
+
+        They are made anew for one reason: `tensors` or `trained` is another object. A stage has leaves of its own: a
+        tied parameter's uses add up separately.
+        """
+        if not self.leaves.by_stage or tensors is not self._made_for[0] or trained is not self._made_for[1]:
+            self._made_for = tensors, trained
+            slices = {**tensors, **self.slices, **narrow}
+            by_stage = {
+                index: {
+                    name: slices[name].detach().requires_grad_(name in (trained or ()))
+                    for name in self.manifest.stages[index].parameters
+                }
+                for index in self.stages
+            }
+            self.leaves = sums.attach(by_stage, trained)
+        return self.leaves
+
+    def forget_leaves(self) -> None:
+        """Let go of the leaves, and so of memory that tensors leave."""
+        self.leaves = StageLeaves()
 
     def run(
         self,
@@ -256,7 +292,7 @@ class Executor:
                     raise
         for channel in self._connection.outgoing.values():
             channel.flush()
-        last = self.stages.get(len(self._manifest.stages) - 1)
+        last = self.stages.get(len(self.manifest.stages) - 1)
         losses = [] if last is None else [loss for _, loss in sorted(last.losses.items())]
         for stage in self.stages.values():
             made = zip(*(own for _, own in sorted(stage.outputs.items())), strict=True)
@@ -265,3 +301,8 @@ class Executor:
             stage.clear()
         rank.randomness.moment = None
         return losses
+
+
+def _names(code: CodeType, name: str) -> bool:
+    """Return whether a function, or one within it, has `name` in its code."""
+    return name in code.co_names or any(_names(x, name) for x in code.co_consts if isinstance(x, CodeType))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Posted
-from autoptd.runtime.engine.bound_shape import BoundShape
 from autoptd.runtime.engine.dynamo import leave_uncompiled
+from autoptd.runtime.engine.executor import Executor
 from autoptd.runtime.engine.step import Handover
 from autoptd.runtime.guards.gradient_placeholders import GradientPlaceholders
 from autoptd.runtime.guards.optimizer_watch import StateMarks
@@ -35,7 +35,7 @@ class BoundWeights:
     leaves: dict[str | int, nn.Parameter]
 
     def __init__(
-        self, module: nn.Module, connection: Connection, shapes: Sequence[BoundShape], narrow: Slices
+        self, module: nn.Module, connection: Connection, shapes: Sequence[Executor], narrow: Slices
     ) -> None:
         self.manifest = shapes[0].manifest
         self.connection = connection

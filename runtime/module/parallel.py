@@ -18,9 +18,8 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.timings import gather_measured
 from autoptd.runtime.comm.trace import write_trace
 from autoptd.runtime.engine.batch import call_signature, find_loss
-from autoptd.runtime.engine.bound_shape import BoundShape
 from autoptd.runtime.engine.dynamo import leave_uncompiled
-from autoptd.runtime.engine.executor import ShapeFunctions
+from autoptd.runtime.engine.executor import Executor, ShapeFunctions
 from autoptd.runtime.engine.last_step import LastStep, read_last_step
 from autoptd.runtime.engine.lazy_output import LazyOutput
 from autoptd.runtime.guards.optimizer_watch import watch_divided, watch_steps
@@ -65,11 +64,11 @@ class Parallel(BoundModule):
         manifest, rank = program.manifest, connection.rank
         self._manifest, self._connection = manifest, connection
         slices = take_slices(manifest, rank, program.constants, program.weights, drawn)
-        self._shapes = [BoundShape(program, connection, {}, graphs)]
+        self._shapes = [Executor(program, connection, {}, graphs)]
         for other in further:
             known = other.constants, other.weights, drawn, manifest.parameters
             own = take_slices(other.manifest, rank, *known)
-            self._shapes.append(BoundShape(other, connection, own, graphs))
+            self._shapes.append(Executor(other, connection, own, graphs))
         # The stages compute with trained weights in half precision, which are kept in float32.
         narrow = {n: x for n, x in slices.items() if x.dtype in HALF and manifest.parameters[n].is_trained}
         wide = {name: x.to(torch.float32) for name, x in narrow.items()}
@@ -197,7 +196,7 @@ class Parallel(BoundModule):
     @property
     def sent_elements(self) -> Mapping[str, int]:
         """Elements this rank has sent so far over each stage boundary: "stage 0 -> 1", "stage 1 -> 0"."""
-        return sum((shape.executor.sent for shape in self._shapes), Counter[str]())
+        return sum((shape.sent for shape in self._shapes), Counter[str]())
 
     @property
     def last_step(self) -> LastStep:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.engine.batch import bind_batch, output_builder, split_batch, unequal_counts
-from autoptd.runtime.engine.bound_shape import BoundShape
-from autoptd.runtime.engine.executor import Inputs
+from autoptd.runtime.engine.executor import Executor, Inputs
 from autoptd.runtime.engine.label_weights import ITEMS, find_divisors, read_items, weigh_items
 from autoptd.runtime.engine.lazy_output import LazyOutput, RankPart
 from autoptd.runtime.engine.step import Step
@@ -92,7 +91,7 @@ class StepRunner:
 
     def _take_outputs(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Yield the outputs of the last call by their paths; nothing of them has been sent."""
-        made, manifest = self.shape.executor.outputs, self.shape.manifest
+        made, manifest = self.shape.outputs, self.shape.manifest
         for stage in manifest.stages:
             for result in stage.outputs:
                 source, local = stage.index % manifest.mesh.pipeline, made.pop(result.path, None)
@@ -113,8 +112,8 @@ class StepRunner:
         watch = self.weights.watch
         if narrow := self.weights.narrow:
             torch._foreach_copy_(list(narrow.values()), list(map(watch.tensors.__getitem__, narrow)))
-        inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in shape.executor.stages}
-        if shape.weighs or len(manifest.stages) - 1 in shape.executor.stages:  # the rank of the loss
+        inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in shape.stages}
+        if shape.weighs or len(manifest.stages) - 1 in shape.stages:  # the rank of the loss
             divisors = find_divisors(manifest, rank, batch)
         else:
             divisors = torch.ones(manifest.num_microbatches, dtype=torch.float64, device=rank.device)
@@ -127,23 +126,23 @@ class StepRunner:
                 pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
         if self._loss_dtype is None:
             self._loss_dtype = DTYPES[int(pair[1])]
-        shape.executor.measured.finish()
+        shape.measured.finish()
         self._connection.position.phase("agreement")
         # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
         summed = sums.gradients() if gradients and scale is None else []
         lacks = gradients and not sums.gradients()
-        flags = lacks, watch.trained != watch.agreed, shape.executor.captures.wants
+        flags = lacks, watch.trained != watch.agreed, shape.captures.wants
         nonfinite, lacking, watch.stale, wanted = compare_ranks(
             manifest, self._connection, batch, pair[0], summed, self._copies, flags
         )
-        shape.executor.captures.agree(wanted)
+        shape.captures.agree(wanted)
         if gradients:
             self.gradients_everywhere = not lacking
             if watch.stale:  # some rank froze others since: this step was of what all had agreed on
                 self.loss_scale = before
                 return self._run(number, batch, gradients)
         if nonfinite and gradients:
-            sums.start((), shape.executor.measured)  # the repetition would find an old infinity in a sum
+            sums.start((), shape.measured)  # the repetition would find an old infinity in a sum
             unlabelled = divisors.isinf().nonzero().flatten().tolist()
             known = manifest, self._connection, batch, pair[0], summed
             with self._connection.exchange():
@@ -155,7 +154,7 @@ class StepRunner:
         return pair[0].to(self._loss_dtype)
 
     def _run_schedule(
-        self, shape: BoundShape, inputs: Mapping[int, Inputs], divisors: Tensor, gradients: bool
+        self, shape: Executor, inputs: Mapping[int, Inputs], divisors: Tensor, gradients: bool
     ) -> tuple[Tensor, Callable[[], object]]:
         """Run the schedule once, on `inputs` by stage; return the result of `share_loss`, and a repetition of it.
 
@@ -168,10 +167,10 @@ class StepRunner:
         sums.leaves = leaves
         if gradients:
             lent = (p.grad for p in self.weights.leaves.values() if p.grad is not None)
-            sums.start(lent, shape.executor.measured)
+            sums.start(lent, shape.measured)
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             seeds = scale / divisors
-        run = partial(shape.executor.run, leaves.by_stage, inputs, seeds, self.weights.await_stage)
+        run = partial(shape.run, leaves.by_stage, inputs, seeds, self.weights.await_stage)
         position = self._connection.position
         with self._connection.exchange():
             losses = run(sums)
@@ -184,7 +183,7 @@ class StepRunner:
 
     def read_measured(self, asked: str) -> tuple[Measured, Tensor]:
         """Return the times and the loss of the last call, which `asked` needs; RuntimeError where no step has run."""
-        measured = self.shape.executor.measured
+        measured = self.shape.measured
         if self.loss is None or not measured.spans:
             raise RuntimeError(f"no step has run, or the last failed: call the parallel model before {asked}")
         return measured, self.loss

@@ -44,7 +44,7 @@ def bind_empty(layers: int) -> Parallel:
 
 def surround_schedule(parallel: Parallel, before: Callable[[], Any], after: Callable[[], Any]) -> None:
     """Call `before` and `after` each run of the schedule from now on."""
-    executor = parallel._shapes[0].executor
+    executor = parallel._shapes[0]
     run = executor.run
 
     def surrounded(*args: Any, **kwargs: Any) -> list[Tensor]:

@@ -157,7 +157,7 @@ def count_live(parallel: Parallel, optimizer: torch.optim.Optimizer) -> int:
     kept += [*parallel.parameters(), *parallel.buffers(), *parallel._weights.narrow.values()]
     sums = parallel._weights.sums._memory
     kept += [*(bucket.flat for bucket in sums), *(x for later in sums.further.values() for x in later)]
-    stages = [stage for shape in parallel._shapes for stage in shape.executor.stages.values()]
+    stages = [stage for shape in parallel._shapes for stage in shape.stages.values()]
     kept += [x for stage in stages for slot in stage._slots for x in (*slot.values, *slot.gradients)]
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     return sum(held.values())

@@ -36,7 +36,7 @@ def count_running(program: autoptd.CompiledProgram, model: nn.Module, batch: dic
         )
         with torch.no_grad():
             parallel(**batch)  # which makes the slot's copy of the batch
-        slots = parallel._runner.shape.executor.stages[0]._slots
+        slots = parallel._runner.shape.stages[0]._slots
         own = {f"{i}": value for i, value in enumerate(slots[0].values)}
         held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **own}
         saved = SavedTensors(held)

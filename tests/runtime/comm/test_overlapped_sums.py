@@ -38,7 +38,7 @@ def bind(chain: Chain) -> tuple[Parallel, Connection, Callable[[], float]]:
     """The parallel model of a rank, and the clock of its trace."""
     connection = connect(chain.manifest, CPU, "text")
     parallel = chain.parallel(connection)
-    return parallel, connection, parallel._shapes[0].executor.measured.mark
+    return parallel, connection, parallel._shapes[0].measured.mark
 
 
 def store() -> Any:
@@ -48,7 +48,7 @@ def store() -> Any:
 
 def find_spans(parallel: Parallel, kind: Kind | str, stage: int) -> list[Span]:
     """Of the last step, as `save_trace` writes them."""
-    return [span for span in parallel._runner.shape.executor.measured.spans if span[:2] == (kind, stage)]
+    return [span for span in parallel._runner.shape.measured.spans if span[:2] == (kind, stage)]
 
 
 def test_gradients_are_summed_before_the_last_backward_ends(tmp_path: Path) -> None:

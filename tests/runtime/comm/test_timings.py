@@ -136,7 +136,7 @@ def test_a_broken_step_is_not_shown(tmp_path: Path) -> None:
     parallel = program.bind("cpu")
     batch = {name: torch.zeros(2, 16, dtype=torch.long) for name in ("idx", "targets")}
     parallel(**batch)
-    stage, calls = parallel._shapes[0].executor.stages[0], []
+    stage, calls = parallel._shapes[0].stages[0], []
     whole = stage._slots[0].call
 
     def fail_in_the_second_microbatch(*args: Any) -> Any:

@@ -116,12 +116,12 @@ class TapeReplay(Replay):
 
 
 def slots_of(parallel: Parallel) -> list[GraphSlot]:
-    return [slot for stage in parallel._runner.shape.executor.stages.values() for slot in stage.graphed]
+    return [slot for stage in parallel._runner.shape.stages.values() for slot in stage.graphed]
 
 
 def captured_in(parallel: Parallel) -> set[Any]:
     """The modes that are replayed."""
-    states = parallel._runner.shape.executor.captures._states
+    states = parallel._runner.shape.captures._states
     return {mode for mode, state in states.items() if state == "captured"}
 
 
@@ -321,7 +321,7 @@ def test_ranks_capture_before_the_schedule_and_replay_together_or_not_at_all(
         found = []
         for refuses in (False, True):
             parallel = program.bind()
-            executors.append(parallel._shapes[0].executor)
+            executors.append(parallel._shapes[0])
             refusing[0] = refuses and rank == 1
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

@@ -499,7 +499,7 @@ class InterruptionError(Exception):
 
 def interrupt_run(monkeypatch: pytest.MonkeyPatch, parallel: Parallel, calls: int) -> None:
     """Let the `calls`-th run of the schedule from now on break off after the first microbatch's forward."""
-    executor = parallel._runner.shape.executor
+    executor = parallel._runner.shape
     run, left = executor.run, iter(range(calls, 0, -1))
 
     def interrupt(weights: Any, inputs: Any, seeds: Any, *others: Any, **options: Any) -> Any:
