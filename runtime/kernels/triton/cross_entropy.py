@@ -1,8 +1,5 @@
 """The local parts of the vocabulary-parallel cross-entropy in Triton: each reads the logits once."""
 
-# Inside @triton.jit nothing but constants may be annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 import triton
 import triton.language as tl
 from torch import Tensor

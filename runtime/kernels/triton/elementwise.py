@@ -4,9 +4,6 @@ A dropout's product and sum are rounded apart, here and in `norm`: a fused multi
 the sum other bits where a stage or a recomputed layer ends before its norm.
 """
 
-# Inside @triton.jit nothing but constants may be annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from typing import Any
 
 import triton

@@ -6,10 +6,6 @@ are added. The order of every sum follows from width, rows, dtype and kind of no
 dropped: else a sum and its norm would have other bits apart than together.
 """
 
-# Inside @triton.jit nothing but constants may be annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code=assignment
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -1,8 +1,5 @@
 """Dropout masks inside Triton kernels: the bits of runtime/randomness.py, drawn where they are needed."""
 
-# Inside @triton.jit nothing but constants may be annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from collections.abc import Sequence
 from typing import Any
 

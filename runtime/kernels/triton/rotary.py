@@ -1,8 +1,5 @@
 """Rotary position embedding in Triton; computed in float32, on strided tensors as attention has them."""
 
-# Inside @triton.jit nothing but constants may be annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from typing import Any
 
 import triton

@@ -5,10 +5,6 @@ the rest of a 16-byte word. To draw its mask takes longer than to read it: backw
 sees.
 """
 
-# Inside @triton.jit nothing but constants may be annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code="assignment, var-annotated"
-
 from typing import Any
 
 import torch

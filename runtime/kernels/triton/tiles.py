@@ -1,8 +1,5 @@
 """Tiles of Triton kernels over [.., width] tensors, whole rows or parts of rows, and their launch."""
 
-# Inside @triton.jit nothing but constants may be annotated.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
