@@ -13,11 +13,11 @@ counter gives four 32-bit words, whose halves, low one first, are the 16-bit num
 What changes from step to step is read from a tensor on the device, the `moment`: a CUDA graph keeps every other number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from torch import Tensor
 
 Words = TypeVar("Words", Tensor, NDArray[np.int64])
 Key = Sequence[int]  # of a mask, as `mask_key` makes it
+Dim = int | None  # None: there is none
+Shape = Sequence[int] | None  # None: the tensor's own
 
 WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -93,13 +95,7 @@ def _mix(product: Words, word: Words, key: Any) -> Words:
 
 
 def mask_key(
-    operator: int,
-    shape: Sequence[int],
-    *,
-    sample: int | None = 0,
-    divided: int | None = None,
-    size: int = 1,
-    index: int = 0,
+    operator: int, shape: Sequence[int], sample: Dim = 0, divided: Dim = None, size: int = 1, index: int = 0
 ) -> list[int]:
     """Return the key of a mask of this rank's `shape`, as operators take it; see `draw_mask`.
 
@@ -149,23 +145,14 @@ def draw_mask(key: Key, moment: Tensor, p: float, shape: Sequence[int], causal: 
     # On a CPU alone: to count blocks is to wait for a GPU, and a CUDA graph would not keep what is found here.
     matrices = causal and moment.is_cpu and inner % (size := prod(shape[-2:])) == run % size == 0
     seen = _find_seen(*shape[-2:]) if matrices and shape[-1] % BLOCK == 0 else None
-    draws = Draws((seed & WORD, seed >> 32 & WORD), call & WORD, operator, count_dropped(p))
-    kept = _keep_runs(draws, samples, starts, run, seen)
+    draw = partial(_draw, (seed & WORD, seed >> 32 & WORD), call & WORD, operator, count_dropped(p))
+    kept = _keep_runs(draw, samples, starts, run, seen)
     return kept.reshape(batch, elements // inner, inner).transpose(0, 1).reshape(tuple(shape))
 
 
 def count_dropped(p: float) -> int:
     """Return how many of the 2**16 numbers drop their element: the smallest ones."""
     return round(p * LEVELS)
-
-
-class Draws(NamedTuple):
-    """All draws of a mask have these in common: the key of their counters, two words of these, and how many drop."""
-
-    key: tuple[Any, Any]
-    call: Any
-    operator: int
-    dropped: int
 
 
 Seen = tuple[int, Tensor]  # how many blocks a matrix of scores has, and the places of those that queries see
@@ -177,7 +164,9 @@ def _find_seen(queries: int, keys: int) -> Seen:
     return seen.numel(), seen.flatten().nonzero().flatten()
 
 
-def _keep_runs(draws: Draws, samples: Tensor, starts: range, run: int, seen: Seen | None) -> Tensor:
+def _keep_runs(
+    draw: Callable[[Tensor, Tensor], Tensor], samples: Tensor, starts: range, run: int, seen: Seen | None
+) -> Tensor:
     """Draw masks of the `run` elements from each of `starts` on, for every sample: bool [samples, starts, run].
 
     Of runs of whole matrices only the blocks that are `seen` are drawn, where they begin at their elements.
@@ -188,17 +177,14 @@ def _keep_runs(draws: Draws, samples: Tensor, starts: range, run: int, seen: See
     # A run that starts inside a block reaches into one more.
     blocks_per_run = (run + BLOCK - 1) // BLOCK if aligned else (run + BLOCK - 2) // BLOCK + 1
     blocks = (first // BLOCK + torch.arange(blocks_per_run, device=device)).view(1, -1)
-    shape = len(samples), blocks.shape[1], BLOCK
-    seen = seen if aligned else None
-    if seen is not None:
+    if seen is None or not aligned:
+        kept = draw(blocks, samples)
+    else:  # a block is as wide as one int64
         size, places = seen
-        blocks = blocks.view(-1, size)[:, places].view(1, -1)
-    kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=device)
-    _fill(kept, blocks, samples, draws)
-    if seen is not None:  # a block is as wide as one int64
-        drawn = kept.view(torch.int64).view(len(samples), -1, len(places))
-        kept = torch.zeros(shape, dtype=torch.bool, device=device)
-        kept.view(torch.int64).view(len(samples), -1, size).index_copy_(2, places, drawn)
+        drawn = draw(blocks.view(-1, size)[:, places].view(1, -1), samples).view(torch.int64)
+        kept = torch.zeros((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=device)
+        into = kept.view(torch.int64).view(len(samples), -1, size)
+        into.index_copy_(2, places, drawn.view(len(samples), -1, len(places)))
     kept = kept.view(len(samples), len(starts), blocks_per_run * BLOCK)
     if aligned:
         return kept[..., :run]
@@ -206,37 +192,30 @@ def _keep_runs(draws: Draws, samples: Tensor, starts: range, run: int, seen: See
     return kept.gather(2, place.expand(len(samples), -1, -1))
 
 
-def _fill(kept: Tensor, blocks: Tensor, samples: Tensor, draws: Draws) -> None:
-    """Fill `kept` [samples, blocks, 8], for the numbers of the `blocks` [1, blocks] and of the `samples`.
+def _draw(
+    key: tuple[Any, Any], call: Any, operator: int, dropped: int, blocks: Tensor, samples: Tensor
+) -> Tensor:
+    """Return which elements are kept, bool [samples, blocks, 8], for the numbers of the `blocks` [1, blocks].
 
     On a CPU in numpy, which multiplies integers in less than half torch's time, and on one thread: beside OpenMP's,
     which spin between operators, further ones made a step slower by a third.
     """
-    high = (blocks >> 32 << OPERATOR_BITS) | draws.operator
-    counter: Any = blocks & WORD, high, samples[:, None] & WORD, torch.as_tensor(draws.call).view(1, 1)
-    if kept.is_cpu:
-        counter = [word.numpy() for word in counter]
-    for rows, columns in _tiles(kept.shape, CPU_CHUNK if kept.is_cpu else DEVICE_CHUNK):
-        low, high, sample, calls = counter
-        words: Any = philox((low[:, columns], high[:, columns], sample[rows], calls), draws.key)
-        into = kept[rows, columns]
-        if kept.is_cpu:
-            drawn = np.empty((*into.shape[:-1], 4), "<u4")
-            for number, word in enumerate(words):
-                drawn[..., number] = word
-            np.greater_equal(drawn.view("<u2"), draws.dropped, out=into.numpy())
-            continue
-        for number, word in enumerate(words):
-            into[..., 2 * number] = (word & (LEVELS - 1)) >= draws.dropped
-            into[..., 2 * number + 1] = (word >> 16) >= draws.dropped
-
-
-def _tiles(shape: Sequence[int], chunk: int) -> list[tuple[slice, slice]]:
-    """Cut [samples, blocks, 8] into rectangles of at most `chunk` counters."""
-    columns = min(shape[1], chunk)
+    kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=samples.device)
+    chunk = CPU_CHUNK if kept.is_cpu else DEVICE_CHUNK
+    columns = min(blocks.shape[1], chunk)
     rows = max(1, chunk // columns)
-    return [
-        (slice(row, row + rows), slice(column, column + columns))
-        for row in range(0, shape[0], rows)
-        for column in range(0, shape[1], columns)
-    ]
+    words = blocks & WORD, (blocks >> 32 << OPERATOR_BITS) | operator
+    calls = torch.as_tensor(call).view(1, 1)
+    for sample, some in zip((samples[:, None] & WORD).split(rows), kept.split(rows), strict=True):
+        for *block, into in zip(*(each.split(columns, 1) for each in (*words, some)), strict=True):
+            counter: Any = *block, sample, calls
+            if kept.is_cpu:
+                drawn = np.empty((*into.shape[:-1], 4), "<u4")
+                for number, word in enumerate(philox([word.numpy() for word in counter], key)):
+                    drawn[..., number] = word
+                np.greater_equal(drawn.view("<u2"), dropped, out=into.numpy())
+                continue
+            for number, word in enumerate(philox(counter, key)):
+                into[..., 2 * number] = (word & (LEVELS - 1)) >= dropped
+                into[..., 2 * number + 1] = (word >> 16) >= dropped
+    return kept
