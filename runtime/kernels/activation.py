@@ -2,58 +2,45 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime.kernels.linear import linear
-from autoptd.runtime.kernels.operands import check_operands, check_rows, promote, sum_rows, widen
+from autoptd.runtime.kernels.operands import allocate_promoted, check_operands, check_rows, sum_rows, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 
-Approximation = Literal["none", "tanh"]
+Gelu = Literal["none", "tanh"]  # torch's names of its approximations
 KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS = get_args(Activation)
 SQRT_2_OVER_PI = (2 / torch.pi) ** 0.5
 
 
 def linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor, approximate: Approximation = "none", transposed: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu = "none", transposed: bool = False
 ) -> Tensor:
     """Compute ``gelu(linear(x, weight, bias))``; `weight` is [out, in], or [in, out] where `transposed`.
 
-    A kernel adds the bias together with the GELU; where there is none, the product adds it, which costs nothing. Raises
-    ValueError on shapes that do not fit.
+    A kernel adds the bias together with the GELU; where there is none, the product adds it, which costs nothing.
     """
-    product = partial(linear, transposed=transposed)
-    return activate_linear(product, x, weight, bias, approximate, transposed)
+    return activate_linear(partial(linear, transposed=transposed), x, weight, bias, approximate)
 
 
 def activate_linear(
-    linear: Callable[..., Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    approximate: Approximation,
-    transposed: bool,
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu
 ) -> Tensor:
     """Compute `linear_gelu` with the product of ``linear(x, weight, bias)``, with the bias or without."""
     check_operands("linear_gelu", x=x, weight=weight, bias=bias)
-    _check_approximation("linear_gelu", approximate)
-    shape = list(weight.shape)[:: -1 if transposed else 1]
-    if len(shape) != 2 or list(x.shape[-1:]) != shape[1:] or list(bias.shape) != shape[:1]:
-        raise ValueError(
-            f"linear_gelu was given x {list(x.shape)}, weight {shape} as [out, in] and bias "
-            f"{list(bias.shape)}, expected [.., in], [out, in] and [out]"
-        )
     if runs_plainly(x):
         return functional.gelu(linear(x, weight, bias), approximate=approximate)
     return bias_gelu(linear(x, weight), bias, approximate)
 
 
 def bias_gelu(
-    x: Tensor, bias: Tensor, approximate: Approximation = "none", coefficient: float = SQRT_2_OVER_PI
+    x: Tensor, bias: Tensor, approximate: Gelu = "none", coefficient: float = SQRT_2_OVER_PI
 ) -> Tensor:
     """Compute ``gelu(x + bias)``; `x` is [..., h], `bias` [h]. By tanh, `coefficient` is sqrt(2 / pi), rounded or not.
 
@@ -61,40 +48,26 @@ def bias_gelu(
     Raises ValueError on other shapes.
     """
     check_rows("bias_gelu", {"x": x}, bias=bias)
-    _check_approximation("bias_gelu", approximate)
-    if approximate == "none" and coefficient != SQRT_2_OVER_PI:
-        raise ValueError(f"bias_gelu was given coefficient={coefficient}, expected approximate='tanh' too")
-    result: Tensor = _bias_gelu(x, bias, KINDS[approximate], coefficient)
-    return result
-
-
-def _check_approximation(kernel: str, approximate: str) -> None:
     if approximate not in KINDS:
-        raise ValueError(f"{kernel} was given approximate={approximate!r}, expected 'none' or 'tanh'")
+        raise ValueError(f"bias_gelu was given {approximate=}, expected 'none' or 'tanh'")
+    if approximate == "none" and coefficient != SQRT_2_OVER_PI:
+        raise ValueError(f"bias_gelu was given {coefficient=}, expected approximate='tanh' too")
+    return _bias_gelu(x, bias, KINDS[approximate], coefficient)
 
 
-def gated_product(
-    gate: Tensor, up: Tensor, activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
-) -> Tensor:
+def gated_product(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     """Compute ``activation(gate) * up``, both [..., h]; dtypes are promoted as by ``*``."""
     check_rows("gated_product", {"gate": gate, "up": up})
     if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"gated_product was given activation={activation!r}, expected 'silu', 'gelu' or 'gelu_tanh'"
-        )
-    result: Tensor = _gated_product(gate, up, activation)
-    return result
-
-
-def _allocate(x: Tensor, other: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, dtype=promote(x, other))
+        raise ValueError(f"gated_product was given {activation=}, expected 'silu', 'gelu' or 'gelu_tanh'")
+    return _gated_product(gate, up, activation)
 
 
 def _allocate_gradients(_: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(others[0]), torch.empty_like(others[1])
 
 
-@define_operator("bias_gelu", _allocate, triton="elementwise")
+@define_operator("bias_gelu", allocate_promoted, triton="elementwise")
 def _bias_gelu(x: Tensor, bias: Tensor, kind: str, coefficient: float) -> Tensor:
     total = x + bias
     return _activate(total, kind, total, coefficient)
@@ -109,7 +82,7 @@ def _bias_gelu_backward(
     return of_total.to(x.dtype), sum_rows(of_total, bias.dtype)
 
 
-@define_operator("gated_product", _allocate, triton="elementwise")
+@define_operator("gated_product", allocate_promoted, triton="elementwise")
 def _gated_product(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return _multiply(_activate(gate, kind, out=torch.empty_like(gate)), up)
 

@@ -1,6 +1,5 @@
 """Dropout by a keyed mask, the same on every mesh, with the bias before and the residual after it (SC21 §4.2)."""
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -8,25 +7,18 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.operands import check_rows, promote, sum_rows
+from autoptd.runtime.kernels.operands import allocate_promoted, check_rows, promote, sum_rows
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
-from autoptd.runtime.randomness import Key, draw_mask, mask_key
+from autoptd.runtime.randomness import Dim, Key, Shape, draw_mask, mask_key
 
 
 def dropout(
-    rank: Rank,
-    x: Tensor,
-    p: float,
-    operator: int,
-    sample: int | None = 0,
-    divided: int | None = None,
-    shape: Sequence[int] | None = None,
+    rank: Rank, x: Tensor, p: float, operator: int, sample: Dim = 0, divided: Dim = None, shape: Shape = None
 ) -> Tensor:
     """Zero each element with probability `p` and scale the others by 1 / (1 - p); identity when not training.
 
-    The mask is that of `x` viewed as `shape` (this rank's), whose dimension `sample` is the batch (None: no
-    batch) and whose dimension `divided` is this tensor rank's equal, contiguous part; see
-    runtime/randomness.py.
+    The mask is that of `x` viewed as `shape` (this rank's), whose dimension `sample` is the batch (None: no batch) and
+    whose dimension `divided` is this tensor rank's equal, contiguous part; see runtime/randomness.py.
     """
     return bias_dropout_add(rank, x, None, None, p, operator, sample, divided, shape)
 
@@ -38,15 +30,14 @@ def bias_dropout_add(
     residual: Tensor | None = None,
     p: float = 0.0,
     operator: int = 0,
-    sample: int | None = 0,
-    divided: int | None = None,
-    shape: Sequence[int] | None = None,
+    sample: Dim = 0,
+    divided: Dim = None,
+    shape: Shape = None,
 ) -> Tensor:
     """Compute ``dropout(x + bias) + residual``, as `dropout` does; each of them may be None.
 
-    `x` and `residual` are [..., h], `bias` is [h]. Dtypes are promoted as by ``+``, and half precision is summed
-    in float32 for the bias's gradient.
-    Raises ValueError on other shapes.
+    `x` and `residual` are [..., h], `bias` is [h]. Dtypes are promoted as by ``+``, and half precision is summed in
+    float32 for the bias's gradient. Raises ValueError on other shapes.
     """
     check_rows("bias_dropout_add", {"x": x, "residual": residual}, bias=bias)
     key, moment = find_key(rank, x, p, operator, sample, divided, shape)
@@ -55,15 +46,10 @@ def bias_dropout_add(
         return total if residual is None else residual + total
     if bias is None and residual is None and not key:
         return x
-    result: Tensor = bias_dropout_add_operator(x, bias, residual, p, key, moment)
-    return result
+    return bias_dropout_add_operator(x, bias, residual, p, key, moment)
 
 
-def _allocate(x: Tensor, bias: Tensor | None, residual: Tensor | None, *_: Any) -> Tensor:
-    return torch.empty_like(x, dtype=promote(x, bias, residual))
-
-
-@define_operator("bias_dropout_add", _allocate, triton="elementwise")
+@define_operator("bias_dropout_add", allocate_promoted, triton="elementwise")
 def bias_dropout_add_operator(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Key, moment: Tensor | None
 ) -> Tensor:
@@ -117,13 +103,7 @@ bias_dropout_add_operator.register_autograd(_differentiate, setup_context=_save)
 
 
 def find_key(
-    rank: Rank,
-    x: Tensor,
-    p: float,
-    operator: int,
-    sample: int | None,
-    divided: int | None,
-    shape: Sequence[int] | None,
+    rank: Rank, x: Tensor, p: float, operator: int, sample: Dim, divided: Dim, shape: Shape
 ) -> tuple[list[int], Tensor | None]:
     """Return key and moment of the mask of `x`, for the arguments of `dropout`; [] and None where nothing drops."""
     if not 0 <= p <= 1:

@@ -5,7 +5,6 @@ keeps the result too, as the product behind it does anyway: plain torch reads th
 torch in half precision, draw it again. Results are contiguous.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,22 +12,22 @@ from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import apply_mask, find_key, keep_factor
-from autoptd.runtime.kernels.operands import widen
+from autoptd.runtime.kernels.operands import Operand, widen
 from autoptd.runtime.kernels.registration import define_operator
-from autoptd.runtime.randomness import Key
+from autoptd.runtime.randomness import Dim, Key, Shape
 
 
 def scaled_softmax(
     rank: Rank,
     scores: Tensor,
-    mask: Tensor | None = None,
+    mask: Operand = None,
     is_causal: bool = False,
     scale: float = 1.0,
     p: float = 0.0,
     operator: int = 0,
-    sample: int | None = 0,
-    divided: int | None = None,
-    shape: Sequence[int] | None = None,
+    sample: Dim = 0,
+    divided: Dim = None,
+    shape: Shape = None,
 ) -> Tensor:
     """Compute ``dropout(softmax(scores * scale + mask))`` over the last dimension of `scores` [.., s, keys].
 
@@ -39,11 +38,10 @@ def scaled_softmax(
     """
     _check(scores, mask, is_causal)
     key, moment = find_key(rank, scores, p, operator, sample, divided, shape)
-    weights: Tensor = _scaled_softmax(scores, mask, is_causal, scale, p, key, moment)[0]
-    return weights
+    return _scaled_softmax(scores, mask, is_causal, scale, p, key, moment)[0]
 
 
-def _check(scores: Tensor, mask: Tensor | None, is_causal: bool) -> None:
+def _check(scores: Tensor, mask: Operand, is_causal: bool) -> None:
     if scores.dim() < 2 or not scores.is_floating_point():
         raise ValueError(
             f"scaled_softmax was given scores {list(scores.shape)} of {scores.dtype}, "
@@ -74,13 +72,7 @@ def _allocate(scores: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 @define_operator("scaled_softmax", _allocate, triton="softmax")
 def _scaled_softmax(
-    scores: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    p: float,
-    key: Key,
-    moment: Tensor | None,
+    scores: Tensor, mask: Operand, is_causal: bool, scale: float, p: float, key: Key, moment: Operand
 ) -> tuple[Tensor, Tensor]:
     """Return the dropped softmax and the softmax itself, which is empty where nothing is dropped and they are one."""
     exact = _softmax(scores, mask, is_causal, scale)
@@ -90,7 +82,7 @@ def _scaled_softmax(
     return apply_mask(exact, p, key, moment, is_causal).mul_(keep_factor(p)).to(scores.dtype), softmax
 
 
-def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def _softmax(scores: Tensor, mask: Operand, is_causal: bool, scale: float) -> Tensor:
     """Compute the softmax in plain torch, and in float32 for half precision."""
     scores = scores.contiguous().to(widen(scores.dtype)) * scale
     if is_causal:
@@ -112,12 +104,12 @@ def _softmax(scores: Tensor, mask: Tensor | None, is_causal: bool, scale: float)
 def _scaled_softmax_backward(
     gradient: Tensor,
     softmax: Tensor,
-    weights: Tensor | None,
+    weights: Operand,
     is_causal: bool,
     scale: float,
     p: float,
     key: Key,
-    moment: Tensor | None,
+    moment: Operand,
 ) -> Tensor:
     """Return the gradient of the masked scores times `scale`: with their scale it is that of the scores.
 
@@ -149,7 +141,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Operand, _: None) -> tuple[Operand, ...]:
     rest = (None, None, None, None, None)
     if gradient is None:
         return None, None, *rest

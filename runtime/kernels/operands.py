@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
+Operand = Tensor | None
 HALF = (torch.float16, torch.bfloat16)
 KERNEL_DTYPES = (torch.float32, *HALF)
 
@@ -15,8 +17,13 @@ def widen(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def promote(*tensors: Tensor | None) -> torch.dtype:
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor is not None))
+def promote(*arguments: Any) -> torch.dtype:
+    """Return the dtype that all tensors among the `arguments` are promoted to."""
+    return reduce(torch.promote_types, [each.dtype for each in arguments if isinstance(each, Tensor)])
+
+
+def allocate_promoted(x: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(x, dtype=promote(x, *others))
 
 
 def check_operands(kernel: str, **tensors: Tensor | None) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.runtime.kernels.operands import check_operands, promote
+from autoptd.runtime.kernels.operands import allocate_promoted, check_operands
 from autoptd.runtime.kernels.registration import define_operator
 
 
@@ -28,30 +28,23 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
         )
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("rotary_embedding was given tables that require a gradient; detach them")
-    result: Tensor = _rotary_embedding(x, cos, sin, interleaved, False)
-    return result
+    return _rotary_embedding(x, cos, sin, interleaved, False)
 
 
-def _allocate(x: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, dtype=promote(x, cos, sin))
-
-
-@define_operator("rotary_embedding", _allocate, triton="rotary")
+@define_operator("rotary_embedding", allocate_promoted, triton="rotary")
 def _rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
     """Rotate `x`; with `backward` multiply a gradient by the transposed rotation."""
     width = cos.shape[-1]
     turned = x[..., :width]
-    out = _allocate(x, cos, sin)
+    out = allocate_promoted(x, cos, sin)
     if width < x.shape[-1]:
         out[..., width:] = x[..., width:]
     (first, second), (of_first, of_second) = _split(turned, interleaved), _split(sin, interleaved)
     into_first, into_second = _split(torch.mul(turned, cos, out=out[..., :width]), interleaved)
     if backward:
-        into_first.addcmul_(second, of_second)
-        into_second.addcmul_(first, of_first, value=-1)
-    else:
-        into_first.addcmul_(second, of_first, value=-1)
-        into_second.addcmul_(first, of_second)
+        of_first, of_second = of_second, of_first
+    into_first.addcmul_(second, of_first, value=1 if backward else -1)
+    into_second.addcmul_(first, of_second, value=-1 if backward else 1)
     return out
 
 

@@ -5,11 +5,11 @@ import triton.language as tl
 from torch import Tensor
 
 from autoptd.runtime.kernels.triton import tiles
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, round_up
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, as_rows, divide_up, launch, lay_out, round_up
 
 
 def cross_entropy_statistics(logits: Tensor, own: int, trains: bool, results: tuple[Tensor, Tensor]) -> None:
-    logits = _lay_out(logits)
+    logits = as_rows(logits)
     columns = min(round_up(logits.shape[1]), tiles.TILE)
     largest, total = results[0].unbind()
     launch(
@@ -21,7 +21,7 @@ def cross_entropy_statistics(logits: Tensor, own: int, trains: bool, results: tu
 def cross_entropy_rows_backward(
     factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own: int, result: Tensor
 ) -> None:
-    logits = _lay_out(logits)
+    logits = as_rows(logits)
     count, width = logits.shape
     columns = min(round_up(width), tiles.TILE)
     largest, _, total, _ = rows.unbind()
@@ -30,11 +30,6 @@ def cross_entropy_rows_backward(
         *lay_out(factor), logits, *lay_out(column, largest, total), result, own, width, logits.stride(0),
         COLUMNS=columns, num_warps=ROW_WARPS, enable_fp_fusion=True
     )  # fmt: skip
-
-
-def _lay_out(logits: Tensor) -> Tensor:
-    """Rows may lie apart, elements of a row not."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 @triton.jit

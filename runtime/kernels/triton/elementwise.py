@@ -10,32 +10,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoptd.runtime.kernels.activation import SQRT_2_OVER_PI
 from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import launch_tiles, lay_out, locate_tile
+from autoptd.runtime.kernels.triton.tiles import launch_tiles, lay_out, locate_tile, read
 
 
 def bias_gelu(x: Tensor, bias: Tensor, kind: str, coefficient: float, result: Tensor) -> None:
-    launch_tiles(
-        _bias_gelu, [x], [result], *lay_out(bias), KIND=kind, COEFFICIENT=coefficient, enable_fp_fusion=True
-    )
+    launch_tiles(_activated, [x, None], [result], *lay_out(bias), **_activation(kind, coefficient))
 
 
 def bias_gelu_backward(*arguments: Any) -> None:
-    gradient, x, bias, kind, coefficient, (of_x, of_bias) = arguments
-    launch_tiles(
-        _bias_gelu_backward, [gradient, x], [of_x], *lay_out(bias), sums=of_bias,
-        KIND=kind, COEFFICIENT=coefficient, enable_fp_fusion=True
-    )  # fmt: skip
+    gradient, x, bias, *kind, (of_x, of_bias) = arguments
+    constants = {**_activation(*kind), "dropout": None, "ALIGNED": False}
+    launch_tiles(_backward_and_sum, [gradient, x], [of_x], *lay_out(bias), sums=of_bias, **constants)
 
 
 def gated_product(gate: Tensor, up: Tensor, kind: str, result: Tensor) -> None:
-    launch_tiles(_gated_product, [gate, up], [result], KIND=kind, enable_fp_fusion=True)
+    launch_tiles(_activated, [gate, up], [result], None, **_activation(kind))
 
 
 def gated_product_backward(*arguments: Any) -> None:
     gradient, gate, up, kind, results = arguments
-    launch_tiles(_gated_product_backward, [gradient, gate, up], results, KIND=kind, enable_fp_fusion=True)
+    launch_tiles(_gated_product_backward, [gradient, gate, up], results, **_activation(kind))
+
+
+def _activation(kind: str, coefficient: float = SQRT_2_OVER_PI) -> dict[str, Any]:
+    return {"KIND": kind, "COEFFICIENT": coefficient, "enable_fp_fusion": True}
 
 
 def bias_dropout_add(*arguments: Any) -> None:
@@ -47,13 +48,13 @@ def bias_dropout_add(*arguments: Any) -> None:
 def bias_dropout_add_backward(*arguments: Any) -> None:
     gradient, p, key, moment, *_, (of_x, of_bias) = arguments
     constants = {**dropout_arguments(key, moment, p, gradient), "enable_fp_fusion": False}
-    launch_tiles(_bias_dropout_add_backward, [gradient], [of_x], sums=of_bias, **constants)
+    others = {"sums": of_bias, "KIND": None, "COEFFICIENT": None}
+    launch_tiles(_backward_and_sum, [gradient, None], [of_x], None, **others, **constants)
 
 
 def scale_row(row: Tensor, factor: Tensor) -> None:
     programs = min(tiles.divide_up(row.numel(), tiles.TILE), tiles.PROGRAMS)
-    wide = row.numel() >= tiles.WIDE_FROM
-    tiles.launch(_scale_row, (programs,), row, factor, row.numel(), TILE=tiles.TILE, WIDE=wide)
+    tiles.launch(_scale_row, (programs,), row, factor, row.numel(), TILE=tiles.TILE)
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def _tail_over_density(x):
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr, COEFFICIENT: tl.constexpr = 0.7978845608028654):
+def _activate(x, KIND: tl.constexpr, COEFFICIENT: tl.constexpr):
     """Return the activation's value and slope at `x`, both float32."""
     if KIND == "gelu":
         density = tl.exp2(-0.7213475204444817 * x * x)  # exp(-x^2 / 2)
@@ -88,65 +89,57 @@ def _activate(x, KIND: tl.constexpr, COEFFICIENT: tl.constexpr = 0.7978845608028
 
 
 @triton.jit
-def _read(at, inside):
-    return tl.load(at, mask=inside, other=0).to(tl.float32)
-
-
-@triton.jit
-def _bias_gelu(
-    x, out, bias, rows, width, stride,
+def _activated(
+    x, factor, out, bias, rows, width, stride, factor_stride,
     KIND: tl.constexpr, COEFFICIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
     column = start + tl.arange(0, COLUMNS)
-    shift = _read(bias + column, column < width)
-    activated, _ = _activate(_read(x + row * stride + column, inside) + shift, KIND, COEFFICIENT)
+    total = read(x + row * stride + column, inside)
+    if bias is not None:
+        total += read(bias + column, column < width)
+    activated, _ = _activate(total, KIND, COEFFICIENT)
+    if factor is not None:
+        activated *= read(factor + row * factor_stride + column, inside)
     tl.store(out + row * width + column, activated, mask=inside)
 
 
 @triton.jit
-def _bias_gelu_backward(
-    gradient, x, of_x, bias, partial, turns, rows, width, gradient_stride, stride,
+def _backward_and_sum(
+    gradient, x, of_x, bias, partial, turns, rows, width, gradient_stride, stride, dropout, ALIGNED: tl.constexpr,
     KIND: tl.constexpr, COEFFICIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of ``activation(x + bias)``, or of a dropout where there is no `KIND`, and their sum."""
     blocks = tl.cdiv(width, COLUMNS)
     group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     column = block * COLUMNS + tl.arange(0, COLUMNS)
-    shift = _read(bias + column, column < width)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if KIND is not None:
+        shift = read(bias + column, column < width)
     for turn in range(turns):
         tile = (group * turns + turn) * blocks + block
-        row, _, inside = locate_tile(tile, rows, width, ROWS, COLUMNS, WIDE)
-        _, slope = _activate(_read(x + row * stride + column, inside) + shift, KIND, COEFFICIENT)
-        # Outside the gradient is 0 and adds nothing.
-        slope *= _read(gradient + row * gradient_stride + column, inside)
+        row, start, inside = locate_tile(tile, rows, width, ROWS, COLUMNS, WIDE)
+        slope = read(gradient + row * gradient_stride + column, inside)  # outside it is 0 and adds nothing
+        if KIND is None:
+            slope = drop(slope, row * width + start, dropout, COLUMNS, ALIGNED)
+        else:
+            _, own = _activate(read(x + row * stride + column, inside) + shift, KIND, COEFFICIENT)
+            slope *= own
         tl.store(of_x + row * width + column, slope, mask=inside)
         total += slope
     tl.store(partial + group * width + column, tl.sum(total, 0), mask=column < width)
 
 
 @triton.jit
-def _gated_product(
-    gate, up, out, rows, width, gate_stride, up_stride,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
-    column = start + tl.arange(0, COLUMNS)
-    activated, _ = _activate(_read(gate + row * gate_stride + column, inside), KIND)
-    ups = _read(up + row * up_stride + column, inside)
-    tl.store(out + row * width + column, activated * ups, mask=inside)
-
-
-@triton.jit
 def _gated_product_backward(
     gradient, gate, up, of_gate, of_up, rows, width, gradient_stride, gate_stride, up_stride,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, COEFFICIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
     column = start + tl.arange(0, COLUMNS)
-    slopes = _read(gradient + row * gradient_stride + column, inside)
-    activated, slope = _activate(_read(gate + row * gate_stride + column, inside), KIND)
-    ups = _read(up + row * up_stride + column, inside)
+    slopes = read(gradient + row * gradient_stride + column, inside)
+    activated, slope = _activate(read(gate + row * gate_stride + column, inside), KIND, COEFFICIENT)
+    ups = read(up + row * up_stride + column, inside)
     tl.store(of_gate + row * width + column, slopes * ups * slope, mask=inside)
     tl.store(of_up + row * width + column, slopes * activated, mask=inside)
 
@@ -158,41 +151,19 @@ def _bias_dropout_add(
 ):  # fmt: skip
     row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
     column = start + tl.arange(0, COLUMNS)
-    total = _read(x + row * stride + column, inside)
+    total = read(x + row * stride + column, inside)
     if bias is not None:
-        total += _read(bias + column, column < width)
+        total += read(bias + column, column < width)
     total = drop(total, row * width + start, dropout, COLUMNS, ALIGNED)
     if residual is not None:
-        total += _read(residual + row * residual_stride + column, inside)
+        total += read(residual + row * residual_stride + column, inside)
     tl.store(out + row * width + column, total, mask=inside)
 
 
 @triton.jit
-def _bias_dropout_add_backward(
-    gradient, of_x, partial, turns, rows, width, stride, dropout,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(width, COLUMNS)
-    group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for turn in range(turns):
-        tile = (group * turns + turn) * blocks + block
-        row, start, inside = locate_tile(tile, rows, width, ROWS, COLUMNS, WIDE)
-        slope = _read(gradient + row * stride + column, inside)
-        slope = drop(slope, row * width + start, dropout, COLUMNS, ALIGNED)
-        tl.store(of_x + row * width + column, slope, mask=inside)
-        total += slope
-    tl.store(partial + group * width + column, tl.sum(total, 0), mask=column < width)
-
-
-@triton.jit
-def _scale_row(row, factor, count, TILE: tl.constexpr, WIDE: tl.constexpr):
+def _scale_row(row, factor, count, TILE: tl.constexpr):
     scale = tl.load(factor).to(tl.float32)
     if scale != 1.0:
-        first = tl.program_id(0)
-        if WIDE:
-            first = first.to(tl.int64)
-        for start in range(first * TILE, count, tl.num_programs(0) * TILE):
+        for start in range(tl.program_id(0).to(tl.int64) * TILE, count, tl.num_programs(0) * TILE):
             place = start + tl.arange(0, TILE)
             tl.store(row + place, tl.load(row + place, place < count) * scale, place < count)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, TILE, divide_up, launch, lay_out, round_up
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, TILE, divide_up, launch, lay_out, read, round_up
 
 HELD = 8192  # columns that fit into a processor's registers beside their three sums
 STAGES = 3  # tiles of which one is computed, and the others are under way
@@ -78,10 +78,10 @@ def plan_backward(width: int, item: int, centers: bool, adds: bool, device: torc
     columns = extent // 4 if blocks == 3 else extent
     extent = blocks * columns
     height = max(1, (4 if centers else 2) * TILE // (item * extent))
-    read = (3 if adds else 2) * item * height * extent  # bytes of a tile
+    loaded = (3 if adds else 2) * item * height * extent  # bytes of a tile
     _, shared = _describe(device)
     held = extent <= HELD
-    stages = min(STAGES, 1 + shared * 3 // 4 // read) if held else 1
+    stages = min(STAGES, 1 + shared * 3 // 4 // loaded) if held else 1
     tile = {"BLOCKS": blocks, "COLUMNS": columns, "ROWS": height}
     return {**tile, "HELD": held, "STAGES": stages, "num_warps": ROW_WARPS if held else 2 * ROW_WARPS}
 
@@ -102,12 +102,12 @@ def _normalize(
 ):  # fmt: skip
     row = _number_rows(tl.program_id(0), WIDE, ROWS)
     at, inside = _locate(row, 0, rows, width, COLUMNS)
-    value = _read(x + at, inside)
+    value = read(x + at, inside)
     if bias is not None:
         value += _read_vector(bias, 0, width, COLUMNS)
     value = drop(value, row * width, dropout, COLUMNS, ALIGNED)
     if residual is not None:
-        value += _read(residual + at, inside)
+        value += read(residual + at, inside)
     source = x if added is None else added
     total = value.to(source.dtype.element_ty)
     value = total.to(tl.float32)
@@ -151,8 +151,8 @@ def _differentiate(
         slope, level = _add_fours(nothing), _add_fours(nothing)
         for block in tl.static_range(BLOCKS):
             at, inside = _locate(row, block, rows, width, COLUMNS)
-            outer = _read(d_normed + at, inside)
-            unit = (_read(added + at, inside) - mean) * scale
+            outer = read(d_normed + at, inside)
+            unit = (read(added + at, inside) - mean) * scale
             if d_added is not None:
                 others += (tl.load(d_added + at, inside, 0.0),)
             outers += (outer,)
@@ -168,8 +168,8 @@ def _differentiate(
             if HELD:
                 outer, unit, gain = outers[block], units[block], gains[block]
             else:  # from the cache
-                outer = _read(d_normed + at, inside)
-                unit = (_read(added + at, inside) - mean) * scale
+                outer = read(d_normed + at, inside)
+                unit = (read(added + at, inside) - mean) * scale
                 gain = _read_vector(weight, block, width, COLUMNS)
             total = ((outer * gain - unit * slope - level) * scale).to(added.dtype.element_ty)
             if d_added is not None:
@@ -193,11 +193,6 @@ def _differentiate(
 
 
 @triton.jit
-def _read(at, inside):
-    return tl.load(at, inside, 0.0).to(tl.float32)
-
-
-@triton.jit
 def _add_fours(x):
     """Return the sums of four columns each, which one thread has: as they are they would take its registers."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 4]), 2)
@@ -206,7 +201,7 @@ def _add_fours(x):
 @triton.jit
 def _read_vector(vector, block, width, COLUMNS: tl.constexpr):
     column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    return _read(vector + column, column < width)
+    return read(vector + column, column < width)
 
 
 @triton.jit

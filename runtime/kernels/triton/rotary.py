@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from autoptd.runtime.kernels.triton import tiles
+from autoptd.runtime.kernels.triton.tiles import read
 
 TILE = 2048  # pairs of a program
 
@@ -55,20 +56,16 @@ def _rotate(
     inside = lies & (pair < turned // 2)
     first = pair * 2 if INTERLEAVED else pair
     second = first + (1 if INTERLEAVED else turned // 2)
-    x1 = tl.load(x + first * x_strides[-1], mask=inside, other=0).to(tl.float32)
-    x2 = tl.load(x + second * x_strides[-1], mask=inside, other=0).to(tl.float32)
-    cos1 = tl.load(cos + first * cos_strides[-1], mask=inside, other=0).to(tl.float32)
-    cos2 = tl.load(cos + second * cos_strides[-1], mask=inside, other=0).to(tl.float32)
-    sin1 = tl.load(sin + first * sin_strides[-1], mask=inside, other=0).to(tl.float32)
-    sin2 = tl.load(sin + second * sin_strides[-1], mask=inside, other=0).to(tl.float32)
+    x1 = read(x + first * x_strides[-1], inside)
+    x2 = read(x + second * x_strides[-1], inside)
+    cos1 = read(cos + first * cos_strides[-1], inside)
+    cos2 = read(cos + second * cos_strides[-1], inside)
+    sin1 = read(sin + first * sin_strides[-1], inside)
+    sin2 = read(sin + second * sin_strides[-1], inside)
     if BACKWARD:
-        y1 = x1 * cos1 + x2 * sin2
-        y2 = x2 * cos2 - x1 * sin1
-    else:
-        y1 = x1 * cos1 - x2 * sin1
-        y2 = x2 * cos2 + x1 * sin2
-    tl.store(out + first * out_strides[-1], y1, mask=inside)
-    tl.store(out + second * out_strides[-1], y2, mask=inside)
+        sin1, sin2 = -sin2, -sin1
+    tl.store(out + first * out_strides[-1], x1 * cos1 - x2 * sin1, mask=inside)
+    tl.store(out + second * out_strides[-1], x2 * cos2 + x1 * sin2, mask=inside)
     if REST > 0:
         column = turned + tl.arange(0, REST)
         inside = lies & (column < width)

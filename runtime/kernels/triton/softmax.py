@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, round_up
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, read, round_up
 
 BLOCKS = 4  # of a causal row in backward
 BLOCK_WARPS = 4  # so that a thread has 8 elements of a block: those of one Philox counter
@@ -63,7 +63,7 @@ def _normalize(
 ):  # fmt: skip
     row, query, _, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)
     column, inside, seen = _limit(row, query, 0, rows, width, CAUSAL, COLUMNS)
-    value = tl.load(scores + first + column, inside, 0.0).to(tl.float32) * scale
+    value = read(scores + first + column, inside) * scale
     value = tl.where(seen, value, -float("inf"))
     if mask is not None:
         group = row // length
@@ -96,15 +96,15 @@ def _differentiate(
     WIDE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, query, end, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)
-    shares, read, slopes = (), (), ()
+    shares, outers, slopes = (), (), ()
     for block in tl.static_range(BLOCKS):
         column, inside, seen = _limit(row, query, block * COLUMNS, rows, width, CAUSAL, COLUMNS)
-        shares += (tl.load(softmax + first + column, inside, 0.0).to(tl.float32),)
-        read += (tl.where(seen, tl.load(gradient + first + column, inside, 0.0).to(tl.float32), 0.0),)
+        shares += (read(softmax + first + column, inside),)
+        outers += (tl.where(seen, read(gradient + first + column, inside), 0.0),)
     level = tl.zeros([ROWS, COLUMNS], tl.float32)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in tl.static_range(BLOCKS):
-        slope = read[block]
+        slope = outers[block]
         if block * COLUMNS < end:
             slope = drop(slope, first + block * COLUMNS, dropout, COLUMNS, ALIGNED)
         slopes += (slope,)

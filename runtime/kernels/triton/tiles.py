@@ -83,7 +83,7 @@ def launch_tiles(
     first = next(x for x in inputs if x is not None)
     width = first.shape[-1] if first.dim() else 1
     count = first.numel() // width
-    rows = [x if x is None or x.is_contiguous() else _as_rows(x) for x in inputs]
+    rows = [x if x is None or x.is_contiguous() else as_rows(x) for x in inputs]
     strides = [0 if x is None else width if x.is_contiguous() else x.stride(0) for x in rows]
     written = [result if result.is_contiguous() else result.new_empty(result.shape) for result in results]
     wide = count * max(width, *strides) >= WIDE_FROM
@@ -124,10 +124,15 @@ def _plan_tiles(
     return divide_up(above, turns), beside, turns, {"ROWS": height, "COLUMNS": columns, "WIDE": wide}
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """Return `x` as [rows, width] with its elements side by side; a copy only where the strides demand one."""
     rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@triton.jit
+def read(at, inside):
+    return tl.load(at, inside, 0.0).to(tl.float32)
 
 
 @triton.jit
