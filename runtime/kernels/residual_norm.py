@@ -16,9 +16,13 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add_operator, find_key
 from autoptd.runtime.kernels.operands import check_rows, promote, sum_rows, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
-from autoptd.runtime.randomness import Key
+from autoptd.runtime.randomness import Dim, Key, Shape
 
 _EXACT = ({torch.float32}, {torch.float64})  # dtypes in which torch's own norm rounds as ours
+
+# What is added to x before its norm: bias and residual, and the dropout's probability, key and moment.
+Added = tuple[Tensor | None, Tensor | None, float, Key, Tensor | None]
+_NOTHING: Added = None, None, 0.0, [], None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
@@ -27,20 +31,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     As Hugging Face's Llama does: in half precision the statistics are float32, and what is multiplied by the
     weight has x's dtype. `eps` None is x's machine epsilon, as torch's.
     """
-    check_rows("rms_norm", {"x": x}, weight=weight)
-    normed: Tensor = _add_norm(x, weight, None, _epsilon(x, eps), None, None, 0.0, [], None, False)[1]
-    return normed
+    return _sum_and_norm("rms_norm", x, weight, None, eps, _NOTHING)[1]
 
 
 def layer_norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Subtract from the rows of `x` [.., h] their mean, divide by their deviation, multiply by `weight` [h], and add
     `norm_bias` [h]; in half precision all in float32."""
-    check_rows("layer_norm", {"x": x}, weight=weight, norm_bias=norm_bias)
-    exact = {tensor.dtype for tensor in (x, weight, norm_bias) if tensor is not None}
-    if exact in _EXACT and runs_plainly(x):
-        return functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
-    normed: Tensor = _add_norm(x, weight, norm_bias, eps, None, None, 0.0, [], None, True)[1]
-    return normed
+    return _sum_and_norm("layer_norm", x, weight, norm_bias, eps, _NOTHING)[1]
 
 
 def add_layer_norm(
@@ -53,27 +50,17 @@ def add_layer_norm(
     residual: Tensor | None = None,
     p: float = 0.0,
     operator: int = 0,
-    sample: int | None = 0,
-    divided: int | None = None,
-    shape: Sequence[int] | None = None,
+    sample: Dim = 0,
+    divided: Dim = None,
+    shape: Shape = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``sum = dropout(x + bias) + residual``, and the sum's LayerNorm over the last dimension of `x`.
 
     `weight`, `norm_bias` and `bias` are [h], `residual` is like `x` [.., h]; None leaves one out. For the
     mask see `keyed_dropout.dropout`. In half precision all is computed in float32, and the sum is rounded once.
     """
-    rows = {"x": x, "residual": residual}
-    check_rows("add_layer_norm", rows, weight=weight, norm_bias=norm_bias, bias=bias)
-    key, moment = find_key(rank, x, p, operator, sample, divided, shape)
-    exact = {tensor.dtype for tensor in (x, weight, norm_bias, bias, residual) if tensor is not None}
-    if exact in _EXACT and not key and runs_plainly(x):
-        x = x if bias is None else x + bias
-        x = (x if residual is None else residual + x).contiguous()
-        bias = residual = None
-    if not _adds(bias, residual, key):
-        return x, layer_norm(x, weight, norm_bias, eps)
-    added, normed, _, _ = _add_norm(x, weight, norm_bias, eps, bias, residual, p, key, moment, True)
-    return added, normed
+    mask = find_key(rank, x, p, operator, sample, divided, shape)
+    return _sum_and_norm("add_layer_norm", x, weight, norm_bias, eps, (bias, residual, p, *mask))
 
 
 def add_rms_norm(
@@ -85,21 +72,31 @@ def add_rms_norm(
     residual: Tensor | None = None,
     p: float = 0.0,
     operator: int = 0,
-    sample: int | None = 0,
-    divided: int | None = None,
-    shape: Sequence[int] | None = None,
+    sample: Dim = 0,
+    divided: Dim = None,
+    shape: Shape = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``sum = dropout(x + bias) + residual`` and `rms_norm` of the sum; otherwise as `add_layer_norm`."""
-    check_rows("add_rms_norm", {"x": x, "residual": residual}, weight=weight, bias=bias)
-    key, moment = find_key(rank, x, p, operator, sample, divided, shape)
-    if not _adds(bias, residual, key):
-        return x, rms_norm(x, weight, eps)
-    added, normed, _, _ = _add_norm(x, weight, None, _epsilon(x, eps), bias, residual, p, key, moment, False)
-    return added, normed
+    mask = find_key(rank, x, p, operator, sample, divided, shape)
+    return _sum_and_norm("add_rms_norm", x, weight, None, eps, (bias, residual, p, *mask))
 
 
-def _epsilon(x: Tensor, eps: float | None) -> float:
-    return torch.finfo(x.dtype).eps if eps is None else eps
+def _sum_and_norm(
+    kernel: str, x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float | None, added: Added
+) -> tuple[Tensor, Tensor]:
+    bias, residual, _, key, _ = added
+    check_rows(kernel, {"x": x, "residual": residual}, weight=weight, norm_bias=norm_bias, bias=bias)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    centers = kernel.endswith("layer_norm")
+    adds = _adds(bias, residual, key)
+    exact = {tensor.dtype for tensor in (x, weight, norm_bias, bias, residual) if tensor is not None}
+    if centers and exact in _EXACT and not key and runs_plainly(x):
+        x = x if bias is None else x + bias
+        x = x if residual is None else residual + x
+        x = x.contiguous() if adds else x
+        return x, functional.layer_norm(x, x.shape[-1:], weight, norm_bias, eps)
+    total, normed, _, _ = _add_norm(x, weight, norm_bias, eps, *added, centers)
+    return total if adds else x, normed
 
 
 def _adds(bias: Tensor | None, residual: Tensor | None, key: Key) -> bool:
