@@ -14,13 +14,13 @@ from autoptd.runtime.kernels.vocabulary import localize, own_columns, reduce_los
 
 def pick(rank: Rank, x: Tensor, index: Tensor, vocabulary: int, dim: int = -1) -> Tensor:
     """Compute torch's ``gather`` of a divided dimension, equal on all tensor ranks; illegal numbers are its error."""
-    local, elsewhere = localize(rank, x, dim, index, vocabulary)
+    local, elsewhere = localize(rank, x.shape[dim], index, vocabulary)
     return sum_over_ranks(rank, x.gather(dim, local).masked_fill(elsewhere, 0))
 
 
 def maximum(rank: Rank, x: Tensor, dim: int, vocabulary: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Compute torch's ``max`` over a divided dimension and its first index, equal on all tensor ranks."""
-    start, own = own_columns(rank, x, dim, vocabulary)
+    start, own = own_columns(rank, x.shape[dim], vocabulary)
     hidden = clear_padding(rank, x.detach(), dim, vocabulary, -torch.inf)
     largest, local = hidden.max(dim, keepdim=True)
     everywhere = rank.all_reduce(largest.clone(), "max")
@@ -32,12 +32,9 @@ def maximum(rank: Rank, x: Tensor, dim: int, vocabulary: int, keepdim: bool = Fa
 
 def one_hot(rank: Rank, index: Tensor, vocabulary: int) -> Tensor:
     """Compute this rank's classes of torch's ``one_hot``; illegal numbers are its error."""
-    group = rank.group("tensor")
-    width = -(-vocabulary // group.size)
-    local = index - group.index * width
-    local = local.masked_fill((local < 0) | (local >= width), width)
-    local = local.masked_fill((index < 0) | (index >= vocabulary), width + 1)
-    return functional.one_hot(local, width + 1)[..., :width]
+    width = -(-vocabulary // rank.group("tensor").size)
+    local, elsewhere = localize(rank, width, index, vocabulary)
+    return functional.one_hot(local + width * elsewhere, width + 1)[..., :width]
 
 
 def nll_loss(
@@ -59,7 +56,7 @@ def nll_loss(
 
 def clear_padding(rank: Rank, x: Tensor, dim: int, vocabulary: int, value: float = 0) -> Tensor:
     """Fill the padding of a divided dimension with `value`; whatever its gradient would be, it is zero."""
-    _, own = own_columns(rank, x, dim, vocabulary)
+    _, own = own_columns(rank, x.shape[dim], vocabulary)
     if own == x.shape[dim]:
         return x
     shape = [1] * x.dim()

@@ -34,8 +34,8 @@ def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_
     """
     if rank.group("tensor").size == 1:
         return lookup(weight, ids, padding_idx)
-    local, elsewhere = localize(rank, weight, 0, ids, vocabulary)
-    start, own = own_columns(rank, weight, 0, vocabulary)
+    local, elsewhere = localize(rank, len(weight), ids, vocabulary)
+    start, own = own_columns(rank, len(weight), vocabulary)
     own_padding = padding_idx - start if start <= padding_idx < start + own else -1
     return lookup(weight, local, own_padding).masked_fill(elsewhere.unsqueeze(-1), 0)
 
@@ -101,20 +101,17 @@ def cross_entropy(
         given: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
         given |= {"weight": weight, "label_smoothing": label_smoothing}
         return functional.cross_entropy(logits, target, **given).to(dtype)
-    start, own = own_columns(rank, logits, 1, vocabulary)
+    start, own = own_columns(rank, logits.shape[1], vocabulary)
     kept = target != ignore_index
-    read, elsewhere = localize(rank, logits, 1, target.masked_fill(~kept, 0), vocabulary)
+    read, elsewhere = localize(rank, logits.shape[1], target.masked_fill(~kept, 0), vocabulary)
     here = kept & ~elsewhere
 
-    constant = logits.detach()
-    trains = torch.is_grad_enabled() and logits.requires_grad
-    statistics, softmax = _statistics(constant, own, trains)
-    largest, part = _align(rank, *statistics.unbind())
-    aim = constant.gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
+    largest, part, softmax = _sum_exponentials(rank, logits, own)
+    aim = logits.detach().gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
     total, aim = rank.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
     rows = torch.stack([largest, part, total, aim])
     column = read.masked_fill(~here, -1)
-    losses: Tensor = _losses(logits, softmax, column, rows, own)
+    losses = _losses(logits, softmax, column, rows, own)
     counts = None if weight is None else weight.to(losses)[target.masked_fill(~kept, 0)]
     losses = losses if counts is None else losses * counts
     if label_smoothing:
@@ -133,33 +130,31 @@ def logsumexp(rank: Rank, x: Tensor, dim: int, vocabulary: int, keepdim: bool = 
     """
     rows = x.movedim(dim, -1)
     logits = rows.reshape(-1, rows.shape[-1])
-    _, own = own_columns(rank, logits, 1, vocabulary)
-    trains = torch.is_grad_enabled() and x.requires_grad
-    statistics, softmax = _statistics(logits.detach(), own, trains)
-    largest, part = _align(rank, *statistics.unbind())
+    _, own = own_columns(rank, logits.shape[1], vocabulary)
+    largest, part, softmax = _sum_exponentials(rank, logits, own)
     total = rank.all_reduce(part.clone())
     nowhere = torch.full(part.shape, -1, device=x.device)
-    found: Tensor = _losses(logits, softmax, nowhere, torch.stack([largest, part, total, -largest]), own)
+    found = _losses(logits, softmax, nowhere, torch.stack([largest, part, total, -largest]), own)
     found = found.view(rows.shape[:-1])
     return found.unsqueeze(dim) if keepdim else found
 
 
-def own_columns(rank: Rank, x: Tensor, dim: int, vocabulary: int) -> tuple[int, int]:
-    """Return the first of this rank's columns, and how many of them are no padding."""
-    start = rank.group("tensor").index * x.shape[dim]
-    return start, max(0, min(x.shape[dim], vocabulary - start))
+def own_columns(rank: Rank, width: int, vocabulary: int) -> tuple[int, int]:
+    """Return the first of this rank's `width` columns, and how many of them are no padding."""
+    start = rank.group("tensor").index * width
+    return start, max(0, min(width, vocabulary - start))
 
 
-def localize(rank: Rank, x: Tensor, dim: int, numbers: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+def localize(rank: Rank, width: int, numbers: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Return the own numbers of columns, 0 for those of another rank, and which are these.
 
     An illegal number becomes one of no column, for torch to refuse as in the plain model.
     """
-    start, own = own_columns(rank, x, dim, vocabulary)
+    start, own = own_columns(rank, width, vocabulary)
     local = numbers - start
     elsewhere = (local < 0) | (local >= own)
     illegal = (numbers < 0) | (numbers >= vocabulary)
-    return local.masked_fill(elsewhere, 0).masked_fill(illegal, x.shape[dim]), elsewhere
+    return local.masked_fill(elsewhere, 0).masked_fill(illegal, width), elsewhere
 
 
 def reduce_losses(losses: Tensor, kept: Tensor, reduction: str, counts: Tensor | None = None) -> Tensor:
@@ -201,13 +196,16 @@ def _check(rank: Rank, logits: Tensor, target: Tensor, vocabulary: int, reductio
         raise ValueError(f"cross_entropy was given logits on {logits.device} and a target on {target.device}")
 
 
-def _align(rank: Rank, largest: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every row's maximum over all tensor ranks, and its own columns' sum of exponentials relative to that."""
+def _sum_exponentials(rank: Rank, logits: Tensor, own: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows' maxima over all ranks, their own sums of exponentials relative to these, and own softmax."""
+    trains = torch.is_grad_enabled() and logits.requires_grad
+    statistics, softmax = _statistics(logits.detach(), own, trains)
+    largest, total = statistics.unbind()
     if rank.group("tensor").size == 1:
-        return largest, total
+        return largest, total, softmax
     everywhere = rank.all_reduce(largest.clone(), "max")
     # A row that is -inf here adds 0; where it is on all ranks, -inf less -inf makes the sum nan, as torch's.
-    return everywhere, total * (largest - everywhere).exp()
+    return everywhere, total * (largest - everywhere).exp(), softmax
 
 
 def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
