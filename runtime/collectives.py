@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.activation import Approximation, activate_linear
+from autoptd.runtime.kernels.activation import Gelu, activate_linear
 from autoptd.runtime.kernels.linear import Linear, SplitLinear, multiply
 from autoptd.runtime.kernels.partial_sums import sum_over_ranks
 
@@ -72,16 +72,10 @@ def copied_linears(
 
 
 def copied_linear_gelu(
-    rank: Rank,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    approximate: Approximation = "none",
-    transposed: bool = False,
+    rank: Rank, x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu = "none", transposed: bool = False
 ) -> Tensor:
     """Compute `kernels.linear_gelu` of f(x), with f's all-reduce beside the weights' gradients."""
-    linear = partial(copied_linear, rank, transposed=transposed)
-    return activate_linear(linear, x, weight, bias, approximate, transposed)
+    return activate_linear(partial(copied_linear, rank, transposed=transposed), x, weight, bias, approximate)
 
 
 def copied_split_linear(

@@ -104,21 +104,8 @@ class SplitLinear:
     scale: ClassVar[float] = 1.0
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the parts. Raises ValueError for shapes that do not fit."""
-        rows = weight.shape[1 if self.transposed else 0]
-        if (
-            weight.dim() != 2
-            or x.shape[-1] != weight.shape[0 if self.transposed else 1]
-            or rows % self.sections
-        ):
-            raise ValueError(
-                f"split_linear was given x {list(x.shape)}, weight {list(weight.shape)}, transposed={self.transposed} "
-                f"and sections={self.sections}; expected x [.., in], and outputs that {self.sections} divides"
-            )
-        if bias is not None and bias.shape != (rows,):
-            raise ValueError(f"split_linear was given a bias of shape {list(bias.shape)}, expected [{rows}]")
         parts = self._parts(weight)
-        biases = None if bias is None else bias.view(self.sections, 1, -1)
+        biases = None if bias is None else bias.view(self.sections, 1, parts.shape[-1])
         made = _multiply_each(_rows(x).expand(self.sections, -1, -1), parts, biases)
         return made.view(self.sections, *x.shape[:-1], parts.shape[-1])
 
