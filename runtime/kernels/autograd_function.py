@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.class_path import find_class
@@ -65,19 +64,10 @@ class AutogradFunction:
             return function.apply(*arguments)
 
 
-class _Weighed(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        ctx.set_materialize_grads(False)  # a backward may ask for None
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        return None if gradient is None else gradient * ctx.weight, None
-
-
 def _weigh(x: Any, weight: Tensor) -> Any:
     """Return a view of `x` whose gradient is multiplied by `weight`; what has no gradient as it is."""
-    trained = isinstance(x, Tensor) and x.requires_grad
-    return _Weighed.apply(x, weight) if trained else x  # type: ignore[no-untyped-call]
+    if not isinstance(x, Tensor) or not x.requires_grad:
+        return x
+    view = x.view_as(x)
+    view.register_hook(lambda gradient: None if gradient is None else gradient * weight)
+    return view
