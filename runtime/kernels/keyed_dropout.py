@@ -90,13 +90,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x_dtype, bias_dtype, residual_dtype = ctx.dtypes
     mask = ctx.p, ctx.key, ctx.moment
-    if ctx.key and bias_dtype is not None:
-        of_x, of_bias = _bias_dropout_add_backward(gradient, *mask, x_dtype, bias_dtype)
-    else:
-        of_x = bias_dropout_add_operator(gradient, None, None, *mask) if ctx.key else gradient
-        of_x, of_bias = of_x.to(x_dtype), None if bias_dtype is None else sum_rows(gradient, bias_dtype)
     of_residual = None if residual_dtype is None else gradient.to(residual_dtype)
-    return of_x, of_bias, of_residual, None, None, None
+    if ctx.key and bias_dtype is not None:
+        return (
+            *_bias_dropout_add_backward(gradient, *mask, x_dtype, bias_dtype),
+            of_residual,
+            None,
+            None,
+            None,
+        )
+    of_x = bias_dropout_add_operator(gradient, None, None, *mask) if ctx.key else gradient
+    of_bias = None if bias_dtype is None else sum_rows(gradient, bias_dtype)
+    return of_x.to(x_dtype), of_bias, of_residual, None, None, None
 
 
 bias_dropout_add_operator.register_autograd(_differentiate, setup_context=_save)

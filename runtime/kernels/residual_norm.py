@@ -215,7 +215,7 @@ def _differentiate(
     left = iter(vectors)
     of_weight, of_offset, of_bias = (next(left) if want else None for want in wanted[2:])
     of_x = of_x if dropped else of_sum
-    gradients = (of_x, of_weight, of_offset, None, of_bias, of_sum, None, None, None, None)
+    gradients: tuple[Any, ...] = (of_x, of_weight, of_offset, None, of_bias, of_sum, None, None, None, None)
     return tuple(
         gradient.to(dtype) if needed else None
         for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=True)
