@@ -95,6 +95,3 @@ def read_cut(node: fx.Node) -> Cut:
         raise ValueError(f"{where(node)}: {node.target} begins at a tensor: give a number, or index_select")
     step = argument(node, 4, "step", 1) if operator_name(node.target) == "aten.slice" else 1
     return Cut(dim, max(0, start + own[dim]) if start < 0 else start, (made.shape[dim],), step)
-
-
-# Memory that is copied, because values lie in it as they do

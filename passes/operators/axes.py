@@ -183,9 +183,7 @@ def segment(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
     if axis.kind == "product":
         return _segment_product(axis, bounds)
     if axis.kind == "leaf":
-        parts = tuple(Axis(high - low) for low, high in pairwise([0, *bounds, axis.size]))
-        refine(axis, "sum", parts)
-        return list(parts)
+        refine(axis, "sum", tuple(Axis(high - low) for low, high in pairwise([0, *bounds, axis.size])))
     return _segment_sum(axis, bounds)
 
 

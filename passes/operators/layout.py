@@ -125,13 +125,10 @@ def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
             if left % extent == 0:
                 taken.append((name, extent))
                 left //= extent
-            elif extent % left == 0:
-                pending.append(("", extent // left))
-                taken.append(("", left))
-                left = 1
-            else:  # they do not nest: what is left is one heap
-                heap = extent * prod(other for _, other in pending)
-                pending = [("", heap // left)] if heap % left == 0 else []
+            else:
+                if extent % left:  # they do not nest: what is left is one heap
+                    extent, pending = extent * prod(other for _, other in pending), []
+                pending += [("", extent // left)] * (extent % left == 0)
                 taken.append(("", left))
                 left = 1
         result.append(_joined(taken))

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.autograd_functions import is_elementwise
-from autoptd.passes.ir.nodes import has_gradients, info, nodes_in, operator_name, shape_of
+from autoptd.passes.ir.nodes import has_gradients, info, operator_name, shape_of
 from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
@@ -72,23 +71,10 @@ def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 
 def _function_axes(axis_map: AxisMap, node: fx.Node) -> Any:
-    """Of the user's autograd function: whole on every tensor rank, but where it works element by element."""
-    if is_elementwise(node):
-        return broadcast(axis_map, node)
+    """Of the user's autograd function: whole on every tensor rank."""
     if axis_map.tensor > 1 and node in axis_map.learned:
         axis_map.repeated.add(operator_name(node.target))
     return opaque(axis_map, node)
-
-
-def _function_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
-    if not is_elementwise(node):
-        return proof.UNKNOWN
-    shape, given = shape_of(node), nodes_in(node.args[1:])
-    return proof.merge([(n, proof.aligned(n, shape, placements)) for n in given], shape)
-
-
-def _function_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    return elementwise_order(writer, node) if is_elementwise(node) else None
 
 
 def _contiguous_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -138,12 +124,9 @@ _KEEPS_RESULT = replace(POINTWISE, keeps="result")
 _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=lambda *_: proof.WHOLE)
 _FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=_SAFE | Trait.FILLS)
 
-AUTOGRAD_FUNCTION = replace(
-    UNFAMILIAR,
-    axes=_function_axes,
-    placed=_function_placed,
-    order=_function_order,
-    traits=Trait.OWN_BACKWARD,
+AUTOGRAD_FUNCTION = replace(UNFAMILIAR, axes=_function_axes, traits=Trait.OWN_BACKWARD)
+ELEMENTWISE_FUNCTION = replace(
+    AUTOGRAD_FUNCTION, axes=broadcast, placed=proof.elementwise, order=elementwise_order
 )
 
 RULES: Mapping[Any, OperatorRules] = {

@@ -14,6 +14,7 @@ from torch import fx
 
 from autoptd.passes.ir.nodes import as_results, results_of, shape_of, walk
 from autoptd.passes.ir.products import bound_arguments
+from autoptd.passes.operators.quantities import tensor_arguments
 from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Replicate, Segment, Shard
 
 
@@ -185,7 +186,7 @@ def aligned(source: fx.Node, result: Sequence[int], placements: Placements) -> A
 
 def elementwise(node: fx.Node, placements: Placements) -> AxisPlacement:
     shape = shape_of(node)
-    return merge([(n, aligned(n, shape, placements)) for n in node.all_input_nodes], shape)
+    return merge([(n, aligned(n, shape, placements)) for n in tensor_arguments(node)], shape)
 
 
 def merge(found: Sequence[tuple[fx.Node, AxisPlacement]], result: Sequence[int]) -> AxisPlacement:
@@ -280,16 +281,6 @@ def check_key(placement: AxisPlacement, key: int | None) -> None:
         )
 
 
-def check_vocabulary(node: fx.Node, placement: AxisPlacement) -> None:
-    """Raise `PlacementError` if a kernel's vocabulary, the rows without padding, is not the parameter's."""
-    vocabulary = bound_arguments(node)["vocabulary"]
-    if placement.extent is not None and vocabulary != placement.extent:
-        raise PlacementError(
-            f"has vocabulary={vocabulary}, where {node.args[1]} has {placement.extent} rows without padding in the "
-            f"manifest: expected vocabulary={placement.extent}"
-        )
-
-
 def divided(
     dim: int | None, found: AxisPlacement | None, whole: str
 ) -> Callable[[fx.Node, Placements], Found]:
@@ -307,7 +298,12 @@ def divided(
         if isinstance(placement, Unknown) or (
             isinstance(placement, Shard) and placement.dim in (along, None)
         ):
-            check_vocabulary(node, placement)
+            vocabulary = bound_arguments(node)["vocabulary"]
+            if placement.extent is not None and vocabulary != placement.extent:
+                raise PlacementError(
+                    f"has vocabulary={vocabulary}, where {own} has {placement.extent} rows without padding in the "
+                    f"manifest: expected vocabulary={placement.extent}"
+                )
             return spread(node, placement) if found is None else found
         raise PlacementError(
             f"reads {describe(own, placements)}: expected it divided along dimension {along}, the "

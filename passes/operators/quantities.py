@@ -95,10 +95,8 @@ class Value:
         self.shape = sizes
 
     def _sum(self, node: fx.Node, measure: Callable[[torch.Tensor, Number], Number]) -> Number:
-        value, shape = node.meta["val"], self.shape(node)
-        if isinstance(value, torch.Tensor):
-            return measure(value, prod(shape))
-        pairs = zip(value, shape, strict=True)
+        values, shape = results_of(node), self.shape(node)
+        pairs = zip(values, [shape] if values[0] is node.meta["val"] else shape, strict=True)
         return sum(measure(v, prod(own)) for v, own in pairs if isinstance(v, torch.Tensor))
 
     def count(self, node: fx.Node) -> Number:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
+from autoptd.passes.ir.autograd_functions import is_elementwise
 from autoptd.passes.ir.products import read_einsum
 from autoptd.passes.operators import (
     attention,
@@ -34,7 +35,7 @@ def rules_of(node: fx.Node) -> OperatorRules:
     """Return the record of the operator that a node calls; of one without a record, the defaults, and its costs."""
     target: Any = node.target
     if isinstance(target, AutogradFunction):
-        return pointwise.AUTOGRAD_FUNCTION
+        return pointwise.ELEMENTWISE_FUNCTION if is_elementwise(node) else pointwise.AUTOGRAD_FUNCTION
     found = OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target)
     foreign = isinstance(target, OpOverload) and target.namespace not in ("aten", "autoptd")
     return found or (einsums.EQUATION if read_einsum(node).operands else FOREIGN if foreign else UNFAMILIAR)

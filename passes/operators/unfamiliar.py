@@ -53,16 +53,12 @@ def _work(node: fx.Node, value: Value) -> Work:
 
 def _backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """Each product has a gradient for each of its factors."""
-    return (
-        differentiate(node, value, wanted, quantities.differentiable_arguments(node))
-        + _products(node)
-        + _products(node)
-    )
+    return differentiate(node, value, wanted, quantities.differentiable_arguments(node)) + _products(node, 2)
 
 
-def _products(node: fx.Node) -> Work:
+def _products(node: fx.Node, times: int = 1) -> Work:
     flops = count_products(node)
-    return Work((Product(1, flops // 2, 1, 1),) if flops else ())
+    return Work((Product(1, flops // 2, 1, 1),) * times if flops else ())
 
 
 UNFAMILIAR = OperatorRules(work=_work, backward=_backward)
