@@ -53,10 +53,6 @@ def gelu_work(node: fx.Node, value: Value) -> Work:
     return products.multiply(node, value) + activation
 
 
-def _gelu_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    return sum(products.gelu_gradients(node, value, wanted), Work())
-
-
 def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """What is added to must be a partial sum, and so must the product: of one and a whole matrix, or as others are."""
     total, x, weight = (proof.read(given, placements) for given in node.args[:3])
@@ -66,12 +62,6 @@ def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
         product = replace(read_products(node)[0], bias=None)
         kept = products.place_product(product, placements) is proof.PARTIAL
     return proof.PARTIAL if kept and total is proof.PARTIAL else proof.refuse_partial(node, placements)
-
-
-def _added_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    """The gradient of what is added to is the result's own."""
-    (product,) = read_products(node)
-    return sum(products.product_gradients(replace(product, bias=None), value, wanted), Work())
 
 
 # Dropout
@@ -163,18 +153,9 @@ def _all_reduce(node: fx.Node, value: Value, *_: Any) -> Work:
 
 
 def _copied_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    """The gradients of x, added up by the products that make them; their all-reduce, and beside it the others."""
+    """The gradient of x, and its all-reduce, beside which the others are computed."""
     x: Any = node.args[1]
-    work, overlapped = Work(), Work()
-    if node.target is collectives.copied_linear_gelu:
-        activation, *gradients = products.gelu_gradients(node, value, wanted)
-        work += activation
-        pairs = [tuple(gradients)]
-    else:
-        pairs = [products.product_gradients(product, value, wanted) for product in read_products(node)]
-    for index, (of_x, others) in enumerate(pairs):
-        work += of_x + Work(read=value.bytes(x) if index and x in wanted else 0)
-        overlapped += others
+    work, overlapped = products.find_gradients(node, value, wanted)
     if x not in wanted:
         return work + overlapped
     return replace(work + overlapped + Work(reduced=value.bytes(x), launches=1), overlapped=overlapped)
@@ -188,8 +169,8 @@ _COPIED = OperatorRules(placed=_copied_placed, work=products.multiply, backward=
 RULES: Mapping[Any, OperatorRules] = {
     kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=_split_order),
     kernels.linear: products.PRODUCT,
-    kernels.add_linear: replace(products.PRODUCT, of_partial=_added_partial, backward=_added_backward),
-    kernels.linear_gelu: replace(products.PRODUCT, work=gelu_work, backward=_gelu_backward),
+    kernels.add_linear: replace(products.PRODUCT, of_partial=_added_partial),
+    kernels.linear_gelu: replace(products.PRODUCT, work=gelu_work),
     **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), OperatorRules(placed=proof.elementwise)),
     kernels.dropout: OperatorRules(
         axes=broadcast,

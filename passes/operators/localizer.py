@@ -58,7 +58,8 @@ class Localizer:
                 change_info(output, outputs=tuple(self._place_outputs(node)))
                 continue
             if node.op == "get_attr":
-                self._place_parameter(node)
+                old = self.parameters[name := str(node.target)]
+                self.parameters[name] = replace(old, placement=self._place(self.axis_map.of(node)))
             if node.op == "call_function":
                 self.values[node] = localize(self, node)
             elif any(map(self.is_divided, self.axis_map.all_of(node))) and node.op == "placeholder":
@@ -73,7 +74,7 @@ class Localizer:
         value = self.graph.create_node(node.op, node.target, node.args, {}, name=node.name)
         value.meta = dict(node.meta)
         self.named[value.name] = (axes,)
-        (dim,) = (d for d, axis in enumerate(axes) if self.is_divided((axis,)))
+        dim: Any = self.divided_dim(axes)
         if padding := self.divided[ax.find(axes[dim])]:
             pads = [0, 0] * (val.dim() - dim - 1) + [0, padding]
             value = self.add(aten.constant_pad_nd.default, (value, pads), value, name=f"{node.name}_padded")
@@ -121,7 +122,9 @@ class Localizer:
                 new.meta["val"] = self.propagation.run(new)
             else:
                 new.meta["val"] = node.meta["val"].new_empty(self.sizes(*axes))
-            self._mark(new, node, axes)
+            dims = map(self.divided_dim, axes)
+            found = [REPLICATED if dim is None else Placement(tensor=Shard(dim)) for dim in dims]
+            change_info(new, placement=as_results(node, found))
         return new
 
     def add(
@@ -134,20 +137,12 @@ class Localizer:
         self.named[new.name] = self.axis_map.all_of(like) or self.named[like.name]
         return new
 
-    def _mark(self, new: fx.Node, node: fx.Node, axes: tuple[Axes, ...]) -> None:
-        """Say which dimension is divided, of several results for each."""
-        found = []
-        for own in axes:
-            dim = next((d for d, a in enumerate(own) if ax.is_divided([a], self.divided)), None)
-            found.append(REPLICATED if dim is None else Placement(tensor=Shard(dim)))
-        change_info(new, placement=as_results(node, found))
-
     def clear_padding(self, value: fx.Node, axes: Axes) -> fx.Node:
         """Return the new `value`, without what is past the end of a divided dimension and without its gradient."""
-        dim = next((d for d, axis in enumerate(axes) if self.divided.get(ax.find(axis))), None)
-        if dim is None or value in self.cleared:
+        dim = self.divided_dim(axes)
+        if dim is None or not self.divided.get(axis := ax.find(axes[dim])) or value in self.cleared:
             return value
-        args, name = (self.rank, value, dim, ax.find(axes[dim]).size), f"{value.name}_own"
+        args, name = (self.rank, value, dim, axis.size), f"{value.name}_own"
         made = self.add(kernels.clear_padding, args, value, name=name)
         change_info(made, placement=info(value).placement)
         self.cleared.add(made)
@@ -189,12 +184,10 @@ class Localizer:
     def is_divided(self, axes: Sequence[Axis]) -> bool:
         return ax.is_divided(axes, self.divided)
 
-    # Parameters
+    def divided_dim(self, axes: Axes) -> int | None:
+        return next((d for d, axis in enumerate(axes) if self.is_divided((axis,))), None)
 
-    def _place_parameter(self, node: fx.Node) -> None:
-        name = str(node.target)
-        placement = self._place(self.axis_map.of(node))
-        self.parameters[name] = replace(self.parameters[name], placement=placement)
+    # Placements
 
     def _place_outputs(self, output: fx.Node) -> Iterator[Result]:
         """Yield what a call returns besides the loss, with placement and batch dimension: that of the samples' rows."""
@@ -210,7 +203,7 @@ class Localizer:
 
     def _place(self, axes: Axes) -> Placement:
         """Return the placement of a tensor with these axes."""
-        dim = next((d for d, a in enumerate(axes) if self.is_divided((a,))), None)
+        dim = self.divided_dim(axes)
         if dim is None:
             return REPLICATED
         segments, extent = tuple(self._segments(axes[dim])), ax.find(axes[dim]).size

@@ -18,7 +18,7 @@ from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, bro
 from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
 from autoptd.passes.operators.quantities import Number, Product, Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.runtime import aten
+from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Replicate
 
 # Axes
@@ -248,16 +248,27 @@ def product_gradients(
     return of_x, of_weight
 
 
+def find_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tuple[Work, Work]:
+    """Return the work up to the gradient of x, to which several products add, and that of the other gradients.
+
+    A GELU's backward comes first, with the bias's gradient; that of what is added to is the result's own.
+    """
+    work, others, found = Work(), Work(), read_products(node)
+    activates = node.target in (kernels.linear_gelu, collectives.copied_linear_gelu)
+    if activates:
+        size = value.bytes(node)
+        written = size + sum(value.bytes(source) for source in wanted if source not in found[0].factors)
+        work += Work(elementwise=value.count(node), read=2 * size, written=written, launches=1)
+    for index, product in enumerate(found):
+        own = replace(product, bias=None) if activates or node.target is kernels.add_linear else product
+        of_x, of_weight = product_gradients(own, value, wanted)
+        work += of_x + Work(read=value.bytes(own.x) if index and own.x in wanted else 0)
+        others += of_weight
+    return work, others
+
+
 def multiply_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    return sum(product_gradients(read_products(node)[0], value, wanted), Work())
-
-
-def gelu_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tuple[Work, Work, Work]:
-    """Return the work of a GELU's backward, with the bias's gradient, and of the gradients of x and weight."""
-    (product,), size = read_products(node), value.bytes(node)
-    written = size + sum(value.bytes(source) for source in wanted if source not in product.factors)
-    activation = Work(elementwise=value.count(node), read=2 * size, written=written, launches=1)
-    return activation, *product_gradients(replace(product, bias=None), value, wanted)
+    return sum(find_gradients(node, value, wanted), Work())
 
 
 # Copies
