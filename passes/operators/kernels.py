@@ -12,6 +12,7 @@ from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import products, proof
 from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
+from autoptd.passes.operators.gemms import find_gradients, multiply
 from autoptd.passes.operators.layout import LayoutWriter, Written, plain_dim
 from autoptd.passes.operators.pointwise import elementwise_order
 from autoptd.passes.operators.quantities import Value, Work, differentiate
@@ -50,7 +51,7 @@ def gelu_work(node: fx.Node, value: Value) -> Work:
     """Return the work of a product, and of a kernel that adds the bias and activates."""
     size = value.bytes(node)
     activation = Work(elementwise=value.count(node), read=size, written=size, launches=1)
-    return products.multiply(node, value) + activation
+    return multiply(node, value) + activation
 
 
 def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
@@ -67,15 +68,8 @@ def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
 # Dropout
 
 
-def _dropout_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
-    proof.refuse_partial(node, placements)
-    placement = proof.read(node.args[1], placements)
-    proof.check_key(placement, argument(node, 5, "divided"))
-    return placement
-
-
 def _sum_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
-    """dropout(x + bias) + residual, and perhaps the norm of it, which runs over the last dimension."""
+    """dropout(x), dropout(x + bias) + residual, and perhaps the norm of it, which runs over the last dimension."""
     proof.refuse_partial(node, placements)
     given = bound_arguments(node)
     terms = [given[name] for name in ("x", "bias", "residual") if isinstance(given.get(name), fx.Node)]
@@ -155,7 +149,7 @@ def _all_reduce(node: fx.Node, value: Value, *_: Any) -> Work:
 def _copied_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """The gradient of x, and its all-reduce, beside which the others are computed."""
     x: Any = node.args[1]
-    work, overlapped = products.find_gradients(node, value, wanted)
+    work, overlapped = find_gradients(node, value, wanted)
     if x not in wanted:
         return work + overlapped
     return replace(work + overlapped + Work(reduced=value.bytes(x), launches=1), overlapped=overlapped)
@@ -164,7 +158,7 @@ def _copied_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> 
 _NORM = OperatorRules(placed=over_placed(lambda node, rank: [rank - 1]))
 _SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=Trait.ANY_PLACEMENT)
 _F = Trait.ANY_PLACEMENT | Trait.SUMS_GRADIENTS
-_COPIED = OperatorRules(placed=_copied_placed, work=products.multiply, backward=_copied_backward, traits=_F)
+_COPIED = OperatorRules(placed=_copied_placed, work=multiply, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
     kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=_split_order),
@@ -175,7 +169,7 @@ RULES: Mapping[Any, OperatorRules] = {
     kernels.dropout: OperatorRules(
         axes=broadcast,
         local=keyed_local,
-        placed=_dropout_placed,
+        placed=_sum_placed,
         order=elementwise_order,
         keeps="nothing",
         traits=Trait.ANY_PLACEMENT,

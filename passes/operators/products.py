@@ -1,24 +1,23 @@
-"""Matrix products: ``linear``, ``addmm``, ``matmul`` and their like."""
+"""Products: ``linear``, ``addmm``, ``matmul`` and their like, and einsums."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import called, shape_of, where
-from autoptd.passes.ir.products import MatrixProduct, read_products
+from autoptd.passes.ir.products import CONVOLUTIONS, MatrixProduct, read_einsum, read_products
 from autoptd.passes.ir.strides import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.attention import attention_local
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
+from autoptd.passes.operators.gemms import multiply, multiply_backward
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim, plain_order
 from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
-from autoptd.passes.operators.quantities import Number, Product, Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.runtime import aten, collectives, kernels
+from autoptd.runtime import aten
 from autoptd.runtime.program.placement import AxisPlacement, Replicate
 
 # Axes
@@ -58,6 +57,33 @@ def matmul_axes(axis_map: AxisMap, node: fx.Node) -> Any:
     ax.block(x[-1], f"{called(node)} {'contracts it with many matrices' if weighted else OF_ACTIVATIONS}")
     lead = axis_map.align_leading(node, [(product.x, x[:-2]), (product.weight, y[:-2])])
     return _with_bias(axis_map, product, (*lead, x[-2], y[-1]))
+
+
+def einsum_axes(axis_map: AxisMap, node: fx.Node) -> Any:
+    """Relate a product by its equation: equal letters are one axis; with a weight, a summed letter is a contraction."""
+    einsum = read_einsum(node)
+    if not einsum.is_plain:
+        return opaque(axis_map, node)
+    named: dict[str, ax.Axis] = {}
+    for operand, letters in zip(einsum.operands, einsum.groups, strict=True):
+        for letter, axis in zip(letters, axis_map.of(operand), strict=True):
+            known = named.setdefault(letter, axis)
+            if known.size != axis.size:
+                return opaque(axis_map, node)
+            ax.unify(known, axis)
+    result = einsum.result or ""
+    summed = [axis for letter, axis in named.items() if letter not in result]
+    weighted = not axis_map.weights.isdisjoint(einsum.operands)
+    if len(summed) == 1 and len(einsum.operands) == 2 and weighted:
+        axis_map.sum_over(node, summed[0])
+    else:
+        reason = f"sums over it and {len(summed) - 1} more at once" if weighted else OF_ACTIVATIONS
+        for axis in summed:
+            ax.block(axis, f"{called(node)} {reason}")
+        shared = [letter for letter in result if all(letter in group for group in einsum.groups)]
+        if len(shared) > 1:
+            axis_map.heads.append((node, named[shared[-1]]))
+    return tuple(named[letter] for letter in result)
 
 
 # One rank's call
@@ -195,82 +221,6 @@ def _batched_order(writer: LayoutWriter, node: fx.Node) -> Written:
     return new, DimOrder((*lead, x.dims[-2], plain_dim(shape_of(node)[-1])))
 
 
-# Costs
-
-
-def _gemm(product: MatrixProduct, value: Value) -> Product:
-    """Matrices in a batch, or the rows of all leading dimensions times one matrix."""
-    shape, inner = product.pick(value.shape(product.node)), value.shape(product.x)[-1]
-    if product.sections is not None:
-        return Product(shape[0], prod(shape[1:-1]), shape[-1], inner)
-    if len(shape_of(product.weight)) > 2 and len(shape_of(product.x)) > 1:
-        return Product(prod(shape[:-2]), shape[-2], shape[-1], inner)
-    many = len(shape_of(product.weight)) > 1
-    return Product(1, prod(shape[:-1] if many else shape), shape[-1] if many else 1, inner)
-
-
-def multiply(node: fx.Node, value: Value) -> Work:
-    """Each GEMM reads its arguments and writes its result."""
-    return sum((multiply_as(_gemm(p, value), p, value) for p in read_products(node)), Work())
-
-
-def multiply_as(gemm: Product, product: MatrixProduct, value: Value) -> Work:
-    taken = sum(map(value.bytes, dict.fromkeys([product.x, *product.parameters])))
-    return Work((gemm,), read=taken, written=_result_size(product, value)[1], launches=1)
-
-
-def _result_size(product: MatrixProduct, value: Value) -> tuple[Number, Number]:
-    """Return the elements and the bytes of a product's result."""
-    count = prod(product.pick(value.shape(product.node)))
-    return count, count * product.pick(product.node.meta["val"]).element_size()
-
-
-def product_gradients(
-    product: MatrixProduct, value: Value, wanted: Sequence[fx.Node], gemm: Product | None = None
-) -> tuple[Work, Work]:
-    """Return the work of the gradient of x, and that of the gradients of weight and bias.
-
-    For each factor it is the gradient of the result times the other one.
-    """
-    gemm, (count, size) = gemm or _gemm(product, value), _result_size(product, value)
-    turned = (
-        Product(gemm.batch, gemm.rows, gemm.inner, gemm.columns),
-        Product(gemm.batch, gemm.inner, gemm.columns, gemm.rows),
-    )
-    of_x, of_weight = (
-        Work((made,), read=size + value.bytes(by), written=value.bytes(of), launches=1)
-        if of in wanted
-        else Work()
-        for made, of, by in zip(turned, product.factors, product.factors[::-1], strict=True)
-    )
-    if product.bias is not None and product.bias in wanted:
-        of_weight += Work(elementwise=count, read=size, written=value.bytes(product.bias), launches=1)
-    return of_x, of_weight
-
-
-def find_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tuple[Work, Work]:
-    """Return the work up to the gradient of x, to which several products add, and that of the other gradients.
-
-    A GELU's backward comes first, with the bias's gradient; that of what is added to is the result's own.
-    """
-    work, others, found = Work(), Work(), read_products(node)
-    activates = node.target in (kernels.linear_gelu, collectives.copied_linear_gelu)
-    if activates:
-        size = value.bytes(node)
-        written = size + sum(value.bytes(source) for source in wanted if source not in found[0].factors)
-        work += Work(elementwise=value.count(node), read=2 * size, written=written, launches=1)
-    for index, product in enumerate(found):
-        own = replace(product, bias=None) if activates or node.target is kernels.add_linear else product
-        of_x, of_weight = product_gradients(own, value, wanted)
-        work += of_x + Work(read=value.bytes(own.x) if index and own.x in wanted else 0)
-        others += of_weight
-    return work, others
-
-
-def multiply_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    return sum(find_gradients(node, value, wanted), Work())
-
-
 # Copies
 
 
@@ -301,13 +251,10 @@ def _operand_copies(x: Tensor, batch: Sequence[int]) -> int:
     return 0 if merges and is_matrix(x) else float_bytes(whole)
 
 
-PRODUCT = OperatorRules(
-    placed=product_placed,
-    of_partial=proof.linear_in(0),
-    work=multiply,
-    backward=multiply_backward,
-    copies=row_copies,
-)
+EQUATION = OperatorRules(
+    work=multiply, backward=multiply_backward
+)  # of products that have no more rules, too
+PRODUCT = replace(EQUATION, placed=product_placed, of_partial=proof.linear_in(0), copies=row_copies)
 _LINEAR = replace(PRODUCT, axes=linear_axes, local=linear_local, order=rows_order, traits=Trait.PADDING_SAFE)
 _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmul_order, copies=_batch_copies)
 _BATCHED = replace(_MATMUL, order=_batched_order, traits=Trait.NONE)
@@ -318,4 +265,6 @@ RULES: Mapping[Any, OperatorRules] = {
     aten.matmul: _MATMUL,
     aten.bmm: _BATCHED,
     aten.baddbmm: replace(_BATCHED, local=same_call, copies=_matrix_copies),
+    aten.einsum: replace(EQUATION, axes=einsum_axes, traits=Trait.PADDING_SAFE),
+    **dict.fromkeys([getattr(aten, name) for name in (*CONVOLUTIONS, "bilinear")], EQUATION),
 }

@@ -10,7 +10,6 @@ from autoptd.passes.ir.autograd_functions import is_elementwise
 from autoptd.passes.ir.products import read_einsum
 from autoptd.passes.operators import (
     attention,
-    einsums,
     kernels,
     pieces,
     pointwise,
@@ -26,7 +25,7 @@ from autoptd.runtime.kernels.autograd_function import AutogradFunction
 
 __all__ = ["FOREIGN", "OPERATORS", "Trait", "has_trait", "rules_of", "strip"]
 
-_FAMILIES = (attention, einsums, kernels, pieces, pointwise, products, reductions, scores, views, vocabulary)
+_FAMILIES = (attention, kernels, pieces, pointwise, products, reductions, scores, views, vocabulary)
 OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
 FOREIGN = replace(UNFAMILIAR, traits=Trait.OWN_BACKWARD)
 
@@ -38,7 +37,7 @@ def rules_of(node: fx.Node) -> OperatorRules:
         return pointwise.ELEMENTWISE_FUNCTION if is_elementwise(node) else pointwise.AUTOGRAD_FUNCTION
     found = OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target)
     foreign = isinstance(target, OpOverload) and target.namespace not in ("aten", "autoptd")
-    return found or (einsums.EQUATION if read_einsum(node).operands else FOREIGN if foreign else UNFAMILIAR)
+    return found or (products.EQUATION if read_einsum(node).operands else FOREIGN if foreign else UNFAMILIAR)
 
 
 def has_trait(node: fx.Node, trait: Trait) -> bool:
