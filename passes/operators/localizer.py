@@ -184,6 +184,11 @@ class Localizer:
     def is_divided(self, axes: Sequence[Axis]) -> bool:
         return ax.is_divided(axes, self.divided)
 
+    def contracted(self, node: fx.Node) -> Axis | None:
+        """Return the divided axis that `node` sums over."""
+        axis = self.axis_map.contractions.get(node)
+        return ax.find(axis) if axis and self.is_divided((axis,)) else None
+
     def divided_dim(self, axes: Axes) -> int | None:
         return next((d for d, axis in enumerate(axes) if self.is_divided((axis,))), None)
 
@@ -225,11 +230,13 @@ class Localizer:
         return [replace(s, inner=s.inner * inner) for s in below]
 
 
+LocalRule = Callable[[Localizer, fx.Node], fx.Node]
+
+
 def same_call(localizer: Localizer, node: fx.Node) -> fx.Node:
     """Write the same call on local tensors, of an operator that names no size; a contraction gives a partial sum."""
-    axis = localizer.axis_map.contractions.get(node)
     new = localizer.copy(node)
-    if axis is not None and localizer.is_divided((axis,)):
+    if localizer.contracted(node):
         new.meta["val"] = localizer.propagation.run(new)
         change_info(new, placement=PARTIAL_SUM)
     return new
@@ -241,14 +248,14 @@ def keep_partial(localizer: Localizer, node: fx.Node, x: Any) -> fx.Node | None:
     So a low-rank update of a row-parallel product (LoRA's) is added to it before both are summed. None where `x` is no
     partial sum, others read it, or it does not end in a sum with another one.
     """
-    lone = _is_lone_sum(localizer, x) and not localizer.biases.get(localizer.values[x])
+    lone = is_lone_sum(localizer, x) and not localizer.biases.get(localizer.values[x])
     if not lone or not _beside(node, x) or not _joins(localizer, node):
         return None
     args = fx.map_arg(node.args, lambda n: localizer.values[n] if n is x else localizer.whole(n))
     return localizer.add(node.target, args, node, name=node.name, partial=True)
 
 
-def _is_lone_sum(localizer: Localizer, x: Any) -> bool:
+def is_lone_sum(localizer: Localizer, x: Any) -> bool:
     """Return whether `x` is a partial sum that one node alone reads."""
     value = localizer.values.get(x) if isinstance(x, fx.Node) else None
     return value is not None and info(value).is_partial and len(x.users) == 1
@@ -266,22 +273,19 @@ def _joins(localizer: Localizer, node: fx.Node) -> bool:
         (user,) = node.users
         for other in _beside(user, node) if user.target is aten.add.Tensor else ():
             same = isinstance(other, fx.Node) and other.meta["val"].dtype == user.meta["val"].dtype
-            return same and _is_lone_sum(localizer, other)
+            return same and is_lone_sum(localizer, other)
         if user.target is not aten.mul.Tensor or not _beside(user, node):
             return False
         node = user
     return False
 
 
-def if_divided(
-    rule: Callable[[Localizer, fx.Node, Axis], fx.Node],
-) -> Callable[[Localizer, fx.Node], fx.Node]:
+def if_divided(rule: Callable[[Localizer, fx.Node, Axis], fx.Node]) -> LocalRule:
     """Return the `rule` of a call that contracts a divided axis; any other is the same on local tensors."""
 
     def write(localizer: Localizer, node: fx.Node) -> fx.Node:
-        axis = localizer.axis_map.contractions.get(node)
-        divided = axis is not None and localizer.is_divided((axis,))
-        return rule(localizer, node, ax.find(axis)) if axis and divided else localizer.copy(node)
+        axis = localizer.contracted(node)
+        return rule(localizer, node, axis) if axis else localizer.copy(node)
 
     return write
 

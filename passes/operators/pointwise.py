@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import has_gradients, info, operator_name, shape_of
+from autoptd.passes.ir.nodes import has_gradients, operator_name, shape_of
 from autoptd.passes.ir.strides import contiguous_copies
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
@@ -14,7 +14,7 @@ from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap, broadcast, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
 from autoptd.passes.operators.layout import broadcast as broadcast_dims
-from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
+from autoptd.passes.operators.localizer import Localizer, is_lone_sum, keep_partial, same_call
 from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR
@@ -35,10 +35,8 @@ _OTHERS = """
 
 def add_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     """Two partial sums add up to one: reduce them together, once."""
-    first, second = node.args[0], node.args[1]
-    both = [localizer.values[a] for a in (first, second) if isinstance(a, fx.Node) and len(a.users) == 1]
-    plain = len(node.args) == 2 and not node.kwargs
-    if len(both) == 2 and plain and all(info(v).is_partial for v in both):
+    both = [localizer.values[term] for term in node.args if is_lone_sum(localizer, term)]  # type: ignore[index]
+    if len(both) == len(node.args) == 2 and not node.kwargs:
         total = localizer.add(node.target, (both[0], both[1]), node, name=node.name, partial=True)
         localizer.biases[total] = [bias for part in both for bias in localizer.biases.get(part, ())]
         return total
@@ -113,13 +111,7 @@ _CAST = replace(_NEG, traits=_SAFE | Trait.CASTS)
 _LAY_OUT = replace(_NEG, traits=_SAFE | Trait.LAYS_OUT)
 _LINEAR = replace(POINTWISE, traits=_SAFE | Trait.LINEAR)
 _ADD = replace(_LINEAR, local=add_local, of_partial=proof.add_partial, backward=_add_backward)
-_DIV = replace(
-    POINTWISE,
-    local=same_call,
-    of_partial=proof.linear_in(0),
-    backward=_scale_backward,
-    traits=_SAFE | Trait.SCALES,
-)
+_DIV = replace(_NEG, of_partial=proof.linear_in(0), backward=_scale_backward)
 _KEEPS_RESULT = replace(POINTWISE, keeps="result")
 _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=lambda *_: proof.WHOLE)
 _FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=_SAFE | Trait.FILLS)

@@ -92,7 +92,7 @@ def einsum_axes(axis_map: AxisMap, node: fx.Node) -> Any:
 def linear_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     """Row-parallel: the bias leaves the product, to be added once, behind the all-reduce."""
     (product,) = read_products(node)
-    if not localizer.is_divided((localizer.axis_map.contractions[node],)):
+    if not localizer.contracted(node):
         return keep_partial(localizer, node, product.x) or localizer.copy(node)
     if node.kwargs.keys() & {"alpha", "beta"}:
         raise ValueError(f"addmm with alpha or beta at {where(node)} cannot be row-parallel; use tensor=1")
@@ -251,9 +251,8 @@ def _operand_copies(x: Tensor, batch: Sequence[int]) -> int:
     return 0 if merges and is_matrix(x) else float_bytes(whole)
 
 
-EQUATION = OperatorRules(
-    work=multiply, backward=multiply_backward
-)  # of products that have no more rules, too
+# Of products that have no more rules, too.
+EQUATION = OperatorRules(work=multiply, backward=multiply_backward)
 PRODUCT = replace(EQUATION, placed=product_placed, of_partial=proof.linear_in(0), copies=row_copies)
 _LINEAR = replace(PRODUCT, axes=linear_axes, local=linear_local, order=rows_order, traits=Trait.PADDING_SAFE)
 _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmul_order, copies=_batch_copies)

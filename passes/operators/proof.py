@@ -36,6 +36,7 @@ DIVIDED = Shard()  # along a dimension that is not known
 
 Found = AxisPlacement | tuple[AxisPlacement, ...]  # of an operator with several results, one placement each
 Placements = Mapping[fx.Node, Found]
+Rule = Callable[[fx.Node, Placements], Found]
 # Operators whose rows may be copies of one.
 COPYING = frozenset(["expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "cat"])
 
@@ -127,32 +128,6 @@ def _scale(part: Segment, stride: int, step: int) -> Segment | None:
         return None if rest else replace(part, inner=inner)
     rows, rest = divmod(part.rows * stride, step)
     return None if rest else Segment(1, rows, 1, False)
-
-
-def take_rows(placement: AxisPlacement, start: int, length: int) -> AxisPlacement | None:
-    """Return the placement of `length` local rows from `start` on along the divided dimension.
-
-    None where they are no equal parts of what all ranks hold together: each rank would take other rows.
-    """
-    if not placement.segments:
-        return DIVIDED
-    taken: list[Segment] = []
-    position = 0
-    for part in placement.segments:
-        first, last = max(start, position), min(start + length, position + part.rows)
-        first, last, position = first - position, last - position, position + part.rows
-        if first >= last:
-            continue
-        run = part.size * part.inner
-        if not part.divided:
-            taken.append(Segment(1, last - first, 1, False))
-        elif first % run or last % run:
-            return None
-        else:
-            taken.append(replace(part, outer=(last - first) // run))
-    if not any(part.divided for part in taken):
-        return WHOLE
-    return replace(placement, segments=tuple(taken), extent=None)
 
 
 # What rules read and say
@@ -251,15 +226,33 @@ def _layout(placement: AxisPlacement) -> str:
 
 
 def take(own: fx.Node, placement: AxisPlacement, start: int, length: int) -> AxisPlacement:
-    """Return the placement of `length` local rows of `own`; PlacementError where each rank takes other rows."""
-    taken = take_rows(placement, start, length)
-    if taken is not None:
-        return taken
-    raise PlacementError(
-        f"takes rows {start} to {start + length - 1} along dimension {placement.dim} of {own}, where a tensor "
-        f"rank holds {_layout(placement)} rows: these rows are other ones on each rank; expected an end between two "
-        "runs, or another placement"
-    )
+    """Return the placement of `length` local rows of `own` from `start` on along the divided dimension.
+
+    PlacementError where they are no equal parts of what all ranks hold together: each rank would take other rows.
+    """
+    if not placement.segments:
+        return DIVIDED
+    taken: list[Segment] = []
+    position = 0
+    for part in placement.segments:
+        first, last = max(start, position), min(start + length, position + part.rows)
+        first, last, position = first - position, last - position, position + part.rows
+        if first >= last:
+            continue
+        run = part.size * part.inner
+        if not part.divided:
+            taken.append(Segment(1, last - first, 1, False))
+        elif first % run == last % run == 0:
+            taken.append(replace(part, outer=(last - first) // run))
+        else:
+            raise PlacementError(
+                f"takes rows {start} to {start + length - 1} along dimension {placement.dim} of {own}, where a tensor "
+                f"rank holds {_layout(placement)} rows: these rows are other ones on each rank; expected an end "
+                "between two runs, or another placement"
+            )
+    if not any(part.divided for part in taken):
+        return WHOLE
+    return replace(placement, segments=tuple(taken), extent=None)
 
 
 def check_whole(own: fx.Node, placement: AxisPlacement, dims: Collection[int]) -> None:
@@ -281,9 +274,7 @@ def check_key(placement: AxisPlacement, key: int | None) -> None:
         )
 
 
-def divided(
-    dim: int | None, found: AxisPlacement | None, whole: str
-) -> Callable[[fx.Node, Placements], Found]:
+def divided(dim: int | None, found: AxisPlacement | None, whole: str) -> Rule:
     """Return the rule of a kernel of a vocabulary, `dim` of its argument after the rank, that is divided.
 
     Without `dim` the call names it. The result is placed as `found`, or like the argument. An error names what reads a
@@ -295,9 +286,7 @@ def divided(
         placement = read(own, placements)
         along = bound_arguments(node).get("dim", -1) if dim is None else dim
         along %= len(shape_of(own))
-        if isinstance(placement, Unknown) or (
-            isinstance(placement, Shard) and placement.dim in (along, None)
-        ):
+        if isinstance(placement, Unknown | Shard) and placement.dim in (along, None):
             vocabulary = bound_arguments(node)["vocabulary"]
             if placement.extent is not None and vocabulary != placement.extent:
                 raise PlacementError(
@@ -332,7 +321,7 @@ def keep_partial(node: fx.Node, placements: Placements) -> Found:
     return spread(node, PARTIAL)
 
 
-def linear_in(*places: int) -> Callable[[fx.Node, Placements], Found]:
+def linear_in(*places: int) -> Rule:
     """Return the rule of an operator of two arguments that is linear in each at `places`: a partial sum stays one."""
 
     def rule(node: fx.Node, placements: Placements) -> Found:

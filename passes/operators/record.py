@@ -9,8 +9,8 @@ from torch import fx
 
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import LayoutWriter, Written
-from autoptd.passes.operators.localizer import Localizer, same_call
-from autoptd.passes.operators.proof import Found, Placements, refuse_partial
+from autoptd.passes.operators.localizer import LocalRule, same_call
+from autoptd.passes.operators.proof import Rule, refuse_partial
 from autoptd.passes.operators.quantities import Value, Work
 
 
@@ -58,9 +58,9 @@ class OperatorRules:
     """
 
     axes: Callable[[AxisMap, fx.Node], Any] = opaque
-    local: Callable[[Localizer, fx.Node], fx.Node] = same_call
-    placed: Callable[[fx.Node, Placements], Found] | None = None
-    of_partial: Callable[[fx.Node, Placements], Found] = refuse_partial
+    local: LocalRule = same_call
+    placed: Rule | None = None
+    of_partial: Rule = refuse_partial
     order: Callable[[LayoutWriter, fx.Node], Written] | None = None
     work: Callable[[fx.Node, Value], Work] | None = None
     backward: Callable[[fx.Node, Value, Sequence[fx.Node]], Work] | None = None

@@ -56,7 +56,7 @@ def _sum_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
 # The proof
 
 
-def over_placed(dims: Dims, *, partial: bool = False) -> Callable[[fx.Node, proof.Placements], proof.Found]:
+def over_placed(dims: Dims, *, partial: bool = False) -> proof.Rule:
     """Return the rule of an operator that needs ``dims(node, rank)`` whole, or else gives a `partial` sum."""
 
     def rule(node: fx.Node, placements: proof.Placements) -> proof.Found:

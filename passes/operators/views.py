@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import as_results, called, info, results_of, shape_of
+from autoptd.passes.ir.nodes import as_results, called, results_of, shape_of
 from autoptd.passes.ir.strides import float_bytes, is_view
 from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, regroup
-from autoptd.passes.operators.localizer import Localizer
+from autoptd.passes.operators.localizer import Localizer, LocalRule, is_lone_sum
 from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten
@@ -66,14 +66,13 @@ def mapped_axes(
 def _reshape_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     """A view with the result's local sizes; of a partial sum that nobody else reads, a partial sum."""
     source = localizer.values[node.args[0]]  # type: ignore[index]
-    alone = len(node.args[0].users) == 1  # type: ignore[union-attr]
-    if not (info(source).is_partial and alone) or localizer.biases.get(source):
+    if not is_lone_sum(localizer, node.args[0]) or localizer.biases.get(source):
         return sized_local(1)(localizer, node)
     sizes = localizer.sizes(localizer.axis_map.of(node))
     return localizer.add(node.target, (source, sizes), node, name=node.name, partial=True)
 
 
-def sized_local(position: int) -> Callable[[Localizer, fx.Node], fx.Node]:
+def sized_local(position: int) -> LocalRule:
     """Return the rule of an operator whose argument `position` is the shape of the result: ``expand``, ``full``."""
 
     def rule(localizer: Localizer, node: fx.Node) -> fx.Node:
@@ -222,8 +221,8 @@ _RESHAPE = OperatorRules(
     traits=_SAFE | Trait.RESHAPES,
 )
 _PERMUTE = replace(_MOVE, order=_permute_order, traits=_SAFE | Trait.PERMUTES)
-_DROP = replace(_MOVE, order=partial(drop_order, picks=True), backward=view_backward)
-_EXPAND = replace(_DROP, local=sized_local(1), order=_expand_order, traits=_SAFE | Trait.REPEATS)
+PART = replace(_MOVE, order=partial(drop_order, picks=True), backward=view_backward)
+_EXPAND = replace(PART, local=sized_local(1), order=_expand_order, traits=_SAFE | Trait.REPEATS)
 _PAD = OperatorRules(axes=mapped_axes("pads it"), placed=move_placed, order=_pad_order, traits=Trait.PADS)
 _PAIR = OperatorRules(axes=mapped_axes("makes numbers of it"), placed=move_placed)
 
@@ -234,8 +233,8 @@ RULES: Mapping[Any, OperatorRules] = {
     aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=_SAFE | Trait.SQUEEZES),
     aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=_SAFE | Trait.SQUEEZES),
     **dict.fromkeys((aten.expand, aten.broadcast_to), _EXPAND),
-    aten.select: replace(_DROP, axes=mapped_axes("selects from it"), traits=_SAFE | Trait.TAKES),
-    aten.unbind: replace(_DROP, axes=mapped_axes("takes it apart")),
+    aten.select: replace(PART, axes=mapped_axes("selects from it"), traits=_SAFE | Trait.TAKES),
+    aten.unbind: replace(PART, axes=mapped_axes("takes it apart")),
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), _PAD),
     **dict.fromkeys((aten.view_as_complex, aten.view_as_real), _PAIR),
 }
