@@ -15,17 +15,9 @@ from autoptd.passes.ir.nodes import name_arguments, shape_of
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.class_path import find_class
 
-# Operators that work element by element, though torch does not say so; the latter where they keep the shape.
-_ELEMENTWISE = {
-    "_to_copy",
-    "copy_",
-    "empty_like",
-    "full",
-    "full_like",
-    "ones_like",
-    "scalar_tensor",
-    "zeros_like",
-}
+# Operators that work element by element, though torch does not say so; the last where they keep the shape.
+_COPIES = {"_to_copy", "copy_"}
+_FACTORIES = {"empty_like", "full", "full_like", "ones_like", "scalar_tensor", "zeros_like"}
 _LOOKS = {"_unsafe_view", "alias", "detach", "expand", "view"}
 
 
@@ -43,7 +35,7 @@ class Operation(NamedTuple):
         """Whether each element of the result is of those at its place alone."""
         name = self.operator._opname
         kept = name in _LOOKS and self.tensors[0].shape == self.result.shape
-        return kept or name in _ELEMENTWISE or torch.Tag.pointwise in self.operator.tags
+        return kept or name in _COPIES | _FACTORIES or torch.Tag.pointwise in self.operator.tags
 
 
 class _Operations(TorchDispatchMode):
@@ -144,6 +136,5 @@ def find_cast(function: AutogradFunction, device: str) -> torch.dtype | None:
     """Return the dtype to which ``torch.amp.custom_fwd`` casts a function's arguments under autocast of a `device`."""
     cls: Any = find_class(function.path, "autograd function")
     own = inspect.getclosurevars(cls.forward).nonlocals
-    return (
-        own["cast_inputs"] if own.keys() >= {"cast_inputs", "fwd"} and own["device_type"] == device else None
-    )
+    casts = own.keys() >= {"cast_inputs", "fwd"} and own["device_type"] == device
+    return own["cast_inputs"] if casts else None

@@ -168,12 +168,9 @@ def _products(node: fx.Node, value: Value) -> Iterable[Product]:
 
 def _attend(node: fx.Node, value: Value) -> Work:
     """Return the work of attention whose scores stay on the chip, with a statistic per row (FlashAttention, 2022)."""
-    return Work(
-        tuple(_products(node, value)),
-        read=sum(map(value.bytes, tensor_arguments(node))),
-        written=value.bytes(node) + value.statistics(node),
-        launches=1,
-    )
+    read = sum(map(value.bytes, tensor_arguments(node)))
+    written = value.bytes(node) + value.statistics(node)
+    return Work(tuple(_products(node, value)), read=read, written=written, launches=1)
 
 
 def _attend_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
@@ -187,14 +184,10 @@ def _attend_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> 
         Product(batch, queries, size, keys),  # of the queries
         Product(batch, keys, size, queries),  # of the keys
     )
-    kept, result = value.statistics(node), value.bytes(node)
-    return Work(
-        products,
-        elementwise=value.count(node),
-        read=sum(map(value.bytes, tensor_arguments(node))) + 3 * result + 2 * kept,
-        written=sum(map(value.bytes, wanted)) + kept,
-        launches=2,
-    )
+    kept = value.statistics(node)
+    read = sum(map(value.bytes, tensor_arguments(node))) + 3 * value.bytes(node) + 2 * kept
+    written = sum(map(value.bytes, wanted)) + kept
+    return Work(products, elementwise=value.count(node), read=read, written=written, launches=2)
 
 
 def _rotary_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:

@@ -156,8 +156,9 @@ def _copied_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> 
 
 
 _NORM = OperatorRules(placed=over_placed(lambda node, rank: [rank - 1]))
-_SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=Trait.ANY_PLACEMENT)
-_F = Trait.ANY_PLACEMENT | Trait.SUMS_GRADIENTS
+_ANY = Trait.ANY_PLACEMENT
+_F = _ANY | Trait.SUMS_GRADIENTS
+_SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=_ANY)
 _COPIED = OperatorRules(placed=_copied_placed, work=multiply, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
@@ -166,29 +167,17 @@ RULES: Mapping[Any, OperatorRules] = {
     kernels.add_linear: replace(products.PRODUCT, of_partial=_added_partial),
     kernels.linear_gelu: replace(products.PRODUCT, work=gelu_work),
     **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), OperatorRules(placed=proof.elementwise)),
-    kernels.dropout: OperatorRules(
-        axes=broadcast,
-        local=keyed_local,
-        placed=_sum_placed,
-        order=elementwise_order,
-        keeps="nothing",
-        traits=Trait.ANY_PLACEMENT,
+    kernels.dropout: replace(
+        _SUM, axes=broadcast, local=keyed_local, order=elementwise_order, backward=None, keeps="nothing"
     ),
     kernels.bias_dropout_add: replace(_SUM, backward=_sum_backward),
     **dict.fromkeys((kernels.add_layer_norm, kernels.add_rms_norm), _SUM),
     **dict.fromkeys((kernels.layer_norm, kernels.rms_norm), _NORM),
     **dict.fromkeys(collectives.COPIED, _COPIED),
     collectives.copied_linear_gelu: replace(_COPIED, work=gelu_work),
-    collectives.copy_to_tensor: OperatorRules(
-        placed=_copied_placed, backward=_all_reduce, traits=_F | Trait.FREE
-    ),
+    collectives.copy_to_tensor: replace(_COPIED, work=None, backward=_all_reduce, traits=_F | Trait.FREE),
     collectives.reduce_from_tensor: OperatorRules(
-        placed=_reduce_placed,
-        work=_all_reduce,
-        backward=lambda *_: Work(),
-        traits=Trait.ANY_PLACEMENT | Trait.SUMS_RANKS,
+        placed=_reduce_placed, work=_all_reduce, backward=lambda *_: Work(), traits=_ANY | Trait.SUMS_RANKS
     ),
-    collectives.take_own: OperatorRules(
-        placed=_own_placed, backward=view_backward, traits=Trait.ANY_PLACEMENT | Trait.FREE
-    ),
+    collectives.take_own: OperatorRules(placed=_own_placed, backward=view_backward, traits=_ANY | Trait.FREE),
 }

@@ -235,13 +235,10 @@ class LayoutWriter:
 
     # What rules write
 
-    def write(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, target: Any = None
-    ) -> fx.Node:
+    def write(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}, target: Any = None) -> fx.Node:
         """Write the operator that is being rewritten, on new arguments."""
         node = self.current
-        given = dict(kwargs or {})
-        new = self.graph.create_node("call_function", target or node.target, args, given, name=node.name)
+        new = self.graph.create_node("call_function", target or node.target, args, dict(kwargs), node.name)
         new.meta = dict(node.meta)
         new.meta["val"] = self.find_value(new)
         return new

@@ -16,7 +16,7 @@ from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.passes.operators.views import view_backward
+from autoptd.passes.operators.views import PART
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import AxisPlacement, Segment, Shard
 
@@ -211,9 +211,7 @@ def _join_order(writer: LayoutWriter, node: fx.Node) -> Written:
     joined = (*known.dims[:dim], plain_dim(shape[dim]), *known.dims[dim:])
     out = replace(known, dims=joined) if stacks else known
     fits = all(order.pair == known.pair for order in transposed)
-    if transposed and (
-        not fits or known.pair is None or out.pair is None or (known.pair[1] and dim == out.pair[0])
-    ):
+    if transposed and (not fits or out.pair in (None, (dim, True))):
         return None
     known, out = (replace(order, transposed=bool(transposed)) for order in (known, out))
     return writer.write_along([writer.fit(n, known) for n in sources], 1, out.place(dim)), out
@@ -224,22 +222,15 @@ def _getitem_order(writer: LayoutWriter, node: fx.Node) -> Written:
     return writer.write((writer.value(source), index)), writer.orders[source][index]  # type: ignore[index]
 
 
-_SLICE = OperatorRules(
-    axes=_cut_axes,
-    local=_slice_local,
-    placed=_cut_placed,
-    of_partial=proof.keep_partial,
-    order=resize_order(1),
-    backward=view_backward,
-    traits=Trait.PADDING_SAFE,
+_SAFE = Trait.PADDING_SAFE
+_SLICE = replace(
+    PART, axes=_cut_axes, local=_slice_local, placed=_cut_placed, order=resize_order(1), traits=_SAFE
 )
 _SPLIT = replace(_SLICE, local=_split_local, order=resize_order(2))
-_JOIN = OperatorRules(
-    axes=_join_axes, order=_join_order, keeps="nothing", traits=Trait.PADDING_SAFE | Trait.LINEAR
-)
+_JOIN = OperatorRules(axes=_join_axes, order=_join_order, keeps="nothing", traits=_SAFE | Trait.LINEAR)
 
 RULES: Mapping[Any, OperatorRules] = {
-    **dict.fromkeys((aten.slice, aten.narrow), replace(_SLICE, traits=Trait.PADDING_SAFE | Trait.TAKES)),
+    **dict.fromkeys((aten.slice, aten.narrow), replace(_SLICE, traits=_SAFE | Trait.TAKES)),
     **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk), _SPLIT),
     aten.tensor_split: replace(_SPLIT, of_partial=proof.refuse_partial),
     **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), replace(_JOIN, placed=_cat_placed)),
@@ -257,6 +248,6 @@ RULES: Mapping[Any, OperatorRules] = {
         placed=_getitem_placed,
         of_partial=_getitem_placed,
         order=_getitem_order,
-        traits=Trait.PADDING_SAFE | Trait.FREE,
+        traits=_SAFE | Trait.FREE,
     ),
 }

@@ -128,12 +128,8 @@ def largest(node: fx.Node, operands: Iterable[fx.Node]) -> fx.Node:
 def compute(node: fx.Node, value: Value) -> Work:
     """Return the work of a memory-bound operator, which reads its arguments and writes its results."""
     operands = tensor_arguments(node)
-    return Work(
-        elementwise=value.count(largest(node, operands)),
-        read=sum(map(value.bytes, operands)),
-        written=value.bytes(node),
-        launches=1,
-    )
+    count, read = value.count(largest(node, operands)), sum(map(value.bytes, operands))
+    return Work(elementwise=count, read=read, written=value.bytes(node), launches=1)
 
 
 def differentiate(node: fx.Node, value: Value, made: Sequence[fx.Node], kept: Iterable[fx.Node]) -> Work:
@@ -143,9 +139,5 @@ def differentiate(node: fx.Node, value: Value, made: Sequence[fx.Node], kept: It
     """
     if not made:
         return Work()
-    return Work(
-        elementwise=value.count(largest(node, made)),
-        read=value.bytes(node) + sum(map(value.bytes, kept)),
-        written=sum(map(value.bytes, made)),
-        launches=1,
-    )
+    read, written = value.bytes(node) + sum(map(value.bytes, kept)), sum(map(value.bytes, made))
+    return Work(elementwise=value.count(largest(node, made)), read=read, written=written, launches=1)

@@ -192,14 +192,8 @@ def _gather_order(writer: LayoutWriter, node: fx.Node) -> Written:
 def _work(node: fx.Node, value: Value, numbers: int) -> Work:
     """Read the scores once, and reduce wide `numbers` for each row."""
     sources = tensor_arguments(node)
-    size = value.statistics(sources[0])
-    return Work(
-        elementwise=value.count(sources[0]),
-        read=sum(map(value.bytes, sources)),
-        written=2 * size,
-        reduced=numbers * size,
-        launches=1,
-    )
+    count, read, size = value.count(sources[0]), sum(map(value.bytes, sources)), value.statistics(sources[0])
+    return Work(elementwise=count, read=read, written=2 * size, reduced=numbers * size, launches=1)
 
 
 def _whole_loss_work(node: fx.Node, value: Value) -> Work:

@@ -110,14 +110,9 @@ def _embedding_work(node: fx.Node, value: Value) -> Work:
 def _embedding_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """A whole table of zeros, to whose rows gradients are added."""
     table, ids = tensor_arguments(node)[:2]
-    passes = 2 if node.target is kernels.embedding else 1
-    size = value.bytes(node)
-    return Work(
-        elementwise=value.count(node),
-        read=(passes + 1) * size + value.bytes(ids),
-        written=value.bytes(table) + passes * size,
-        launches=passes + 1,
-    )
+    passes, size = 2 if node.target is kernels.embedding else 1, value.bytes(node)
+    read, written = (passes + 1) * size + value.bytes(ids), value.bytes(table) + passes * size
+    return Work(elementwise=value.count(node), read=read, written=written, launches=passes + 1)
 
 
 _PADDED = Trait.PADDING_SAFE | Trait.KNOWS_SIZE | Trait.NUMBERS
