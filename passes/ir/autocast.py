@@ -81,6 +81,4 @@ class Autocast:
         """Return how autocast treats the arguments of `target`; None if it does not."""
         if not self.enabled or not isinstance(target, OpOverload) or target.namespace != "aten":
             return None
-        overload = target._overloadname
-        name = target._opname if overload == "default" else f"{target._opname}.{overload}"
-        return POLICIES[self.device].get(name)
+        return POLICIES[self.device].get(target.__name__.removesuffix(".default"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import describe, info
+from autoptd.passes.ir.nodes import describe, info, walk
 
 _INDEX = re.compile(r"_(\d+)(?=_|$)")
 _Copies = dict[fx.Node, fx.Node]
@@ -55,11 +55,7 @@ def short_path(path: str, containers: tuple[str, ...]) -> str:
 
 def live_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that the output needs, and all placeholders, in graph order."""
-    live: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op in ("output", "placeholder") or node in live:
-            live.add(node)
-            live.update(node.all_input_nodes)
+    live = set(walk(node for node in graph.nodes if node.op in ("output", "placeholder")))
     return [node for node in graph.nodes if node in live]
 
 

@@ -234,10 +234,26 @@ def unify(a: Axis, b: Axis) -> None:
         if a.kind != "leaf":
             a, b = b, a
         _merge(a, b)
-    elif a.kind == b.kind == "sum":
-        _unify_sums(a, b)
-    else:
-        _unify_products(a, b)
+        return
+    left: Sequence[Axis] | None
+    if a.kind == b.kind == "sum":
+        bounds = sorted({end for axis in (a, b) for end in accumulate(part.size for part in axis.parts)})
+        left, right = _segment_sum(a, bounds), _segment_sum(b, bounds)
+    else:  # two products, or a sum that must be one
+        if a.kind == "sum":
+            a, b = b, a
+        left = factors(a)
+        right = regroup([b], [part.size for part in left])
+    if left is None or right is None:
+        reason = f"it is both {a} and {b}, which do not nest"
+        block(a, reason)
+        block(b, reason)
+        return
+    for pair in zip(left, right, strict=True):
+        unify(*pair)
+    a, b = find(a), find(b)
+    if a is not b and not _is_factor(a, b):  # it may have become one
+        _merge(a, b)
 
 
 def _merge(a: Axis, b: Axis) -> None:
@@ -249,40 +265,6 @@ def _merge(a: Axis, b: Axis) -> None:
         block(b, a.blocked)
 
 
-def _unify_sums(a: Axis, b: Axis) -> None:
-    bounds = sorted({end for axis in (a, b) for end in accumulate(part.size for part in axis.parts)})
-    left, right = _segment_sum(a, bounds), _segment_sum(b, bounds)
-    if left is None or right is None:
-        _contradict(a, b)
-        return
-    for one, other in zip(left, right, strict=True):
-        unify(one, other)
-    if find(a) is not find(b):
-        _merge(find(a), find(b))
-
-
-def _unify_products(a: Axis, b: Axis) -> None:
-    """Line up two products (either may be one sum, which then must factor)."""
-    if a.kind == "sum":
-        a, b = b, a
-    left = factors(a)
-    right = regroup([b], [part.size for part in left])
-    if right is None:
-        _contradict(a, b)
-        return
-    for pair in zip(left, right, strict=True):
-        unify(*pair)
-    a, b = find(a), find(b)
-    if a is not b and not _is_factor(a, b):  # it may have become one
-        _merge(a, b)
-
-
 def _is_factor(a: Axis, b: Axis) -> bool:
     """Whether one is a factor of the other, of its size: that has a kept factor of size 1 beside it."""
     return a in factors(b) or b in factors(a)
-
-
-def _contradict(a: Axis, b: Axis) -> None:
-    reason = f"it is both {a} and {b}, which do not nest"
-    block(a, reason)
-    block(b, reason)

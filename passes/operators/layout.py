@@ -44,14 +44,11 @@ class DimOrder:
     @cached_property
     def pair(self) -> tuple[int, bool] | None:
         """The dimension of the batch, right before the sequence's, and whether it is merged with that."""
-        for at, dim in enumerate(self.dims):
-            if dim and dim[0][0] == BATCH:
-                if len(dim) > 1:
-                    return (at, True) if dim[1][0] == SEQUENCE else None
-                following = self.dims[at + 1 : at + 2]
-                alone = following and len(following[0]) == 1 and following[0][0][0] == SEQUENCE
-                return (at, False) if alone else None
-        return None
+        names = [[name for name, _ in dim] for dim in self.dims]
+        at = next((at for at, own in enumerate(names) if own[:1] == [BATCH]), len(names))
+        if names[at : at + 2] == [[BATCH], [SEQUENCE]]:
+            return at, False
+        return (at, True) if at < len(names) and names[at][1:2] == [SEQUENCE] else None
 
     @property
     def shape(self) -> list[int]:
@@ -89,9 +86,8 @@ class DimOrder:
     def rows(self) -> tuple[int, int]:
         """Batch and sequence size of a value that has a pair."""
         assert self.pair is not None
-        at, merged = self.pair
-        batch, sequence = self.dims[at][:2] if merged else (self.dims[at][0], self.dims[at + 1][0])
-        return batch[1], sequence[1]
+        (_, batch), (_, sequence), *_ = (factor for dim in self.dims[self.pair[0] :] for factor in dim)
+        return batch, sequence
 
     def replaced(self, dim: int, by: Dim) -> DimOrder:
         """Return the same with another dimension `dim`."""

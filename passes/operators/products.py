@@ -231,16 +231,12 @@ def row_copies(given: Sequence[Any], value: Any) -> int:
 
 
 def _batch_copies(given: Sequence[Any], value: Any) -> int:
-    """``matmul``, ``bmm``: the dimensions before the last two become one batch."""
-    x, y = given[:2]
+    """Of the last two arguments the dimensions before the last two become one batch."""
+    x, y = given[-2:]
     if x.dim() > 2 >= y.dim():
-        return row_copies(given, value) + _operand_copies(y, ())
+        return row_copies([x], value) + _operand_copies(y, ())
     batch = value.shape[: -2 if x.dim() > 1 and y.dim() > 1 else -1]
     return sum(_operand_copies(operand, batch) for operand in (x, y))
-
-
-def _matrix_copies(given: Sequence[Any], value: Any) -> int:
-    return sum(_operand_copies(x, x.shape[:-2]) for x in given[-2:])
 
 
 def _operand_copies(x: Tensor, batch: Sequence[int]) -> int:
@@ -259,11 +255,11 @@ _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmu
 _BATCHED = replace(_MATMUL, order=_batched_order, traits=Trait.NONE)
 RULES: Mapping[Any, OperatorRules] = {
     aten.linear: _LINEAR,
-    aten.addmm: replace(_LINEAR, order=_addmm_order, copies=_matrix_copies),
-    aten.mm: replace(_MATMUL, local=same_call, copies=_matrix_copies),
+    aten.addmm: replace(_LINEAR, order=_addmm_order, copies=_batch_copies),
+    aten.mm: replace(_MATMUL, local=same_call),
     aten.matmul: _MATMUL,
     aten.bmm: _BATCHED,
-    aten.baddbmm: replace(_BATCHED, local=same_call, copies=_matrix_copies),
+    aten.baddbmm: replace(_BATCHED, local=same_call),
     aten.einsum: replace(EQUATION, axes=einsum_axes, traits=Trait.PADDING_SAFE),
     **dict.fromkeys([getattr(aten, name) for name in (*CONVOLUTIONS, "bilinear")], EQUATION),
 }
