@@ -92,13 +92,11 @@ def find_operations(
     And whether these are all: a backward may need data.
     """
 
-    def describe(value: Any) -> Any:
-        if not isinstance(value, fx.Node):
-            return value
-        shape = tuple(size * scale if size > 1 else size for size in shape_of(value))
-        return _Given(shape, value.meta["val"].dtype)
+    def describe(node: fx.Node) -> Any:
+        shape = tuple(size * scale if size > 1 else size for size in shape_of(node))
+        return _Given(shape, node.meta["val"].dtype)
 
-    return _run(function, fx.node.map_aggregate(tuple(args), describe))
+    return _run(function, fx.map_arg(tuple(args), describe))
 
 
 @cache

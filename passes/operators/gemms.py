@@ -12,6 +12,8 @@ from autoptd.passes.ir.products import MatrixProduct, find_factors, read_einsum,
 from autoptd.passes.operators.quantities import Number, Product, Value, Work, compute, differentiate
 from autoptd.runtime import collectives, kernels
 
+_ACTIVATED = (kernels.linear_gelu, collectives.copied_linear_gelu)
+
 
 def _gemm(product: MatrixProduct, value: Value) -> Product:
     """Matrices in a batch, or the rows of all leading dimensions times one matrix."""
@@ -79,12 +81,14 @@ def _read(node: fx.Node) -> Sequence[MatrixProduct]:
 
 
 def multiply(node: fx.Node, value: Value) -> Work:
-    """Each GEMM reads its arguments and writes its result."""
-    work = Work()
+    """Each GEMM reads its arguments and writes its result; a kernel behind it adds a GELU's bias and activates."""
+    work, size = Work(), value.bytes(node)
     for product in _read(node):
         taken = sum(map(value.bytes, dict.fromkeys([product.x, *product.parameters])))
         written = _result_size(product, value)[1]
         work += Work((_gemm(product, value),), read=taken, written=written, launches=1)
+    if node.target in _ACTIVATED:
+        work += Work(elementwise=value.count(node), read=size, written=size, launches=1)
     return work or compute(node, value)
 
 
@@ -121,13 +125,12 @@ def find_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tu
     A GELU's backward comes first, with the bias's gradient; that of what is added to is the result's own.
     """
     work, others, found = Work(), Work(), _read(node)
-    activates = node.target in (kernels.linear_gelu, collectives.copied_linear_gelu)
-    if activates:
+    if node.target in _ACTIVATED:
         size = value.bytes(node)
         written = size + sum(value.bytes(source) for source in wanted if source not in found[0].factors)
         work += Work(elementwise=value.count(node), read=2 * size, written=written, launches=1)
     for index, product in enumerate(found):
-        own = replace(product, bias=None) if activates or node.target is kernels.add_linear else product
+        own = replace(product, bias=None) if node.target in (*_ACTIVATED, kernels.add_linear) else product
         of_x, of_weight = _product_gradients(own, value, wanted)
         work += of_x + Work(read=value.bytes(own.x) if index and own.x in wanted else 0)
         others += of_weight

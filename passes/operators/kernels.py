@@ -18,7 +18,7 @@ from autoptd.passes.operators.pointwise import elementwise_order
 from autoptd.passes.operators.quantities import Value, Work, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed
-from autoptd.passes.operators.views import view_backward
+from autoptd.passes.operators.views import regroup_axes, view_backward
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Partial, Replicate, Segment, Shard
 
@@ -30,12 +30,9 @@ def _split_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     *rows, outer = products.linear_axes(axis_map, node)
     ax.block(axis_map.contractions.pop(node), f"{called(node)} contracts it and adds a bias")
     count, *_, size = shape_of(node)
-    pair = ax.regroup([outer], [count, size])
-    if pair is None:
-        ax.block(outer, f"{called(node)} takes it apart")
-        pair = [ax.Axis(count), ax.Axis(size, blocked=f"{called(node)} makes it")]
-    ax.block(pair[0], f"{called(node)} takes it apart")
-    return (pair[0], *rows, pair[1])
+    section, own = regroup_axes(node, [outer], (count, size), "takes it apart")
+    ax.block(section, f"{called(node)} takes it apart")
+    return (section, *rows, own)
 
 
 def _split_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -45,13 +42,6 @@ def _split_order(writer: LayoutWriter, node: fx.Node) -> Written:
     count, *_, size = shape_of(node)
     new = writer.write((writer.value(node.args[0]), *fx.map_arg(node.args[1:], writer.restore)))
     return new, replace(order, dims=(plain_dim(count), *order.dims[:-1], plain_dim(size)))
-
-
-def gelu_work(node: fx.Node, value: Value) -> Work:
-    """Return the work of a product, and of a kernel that adds the bias and activates."""
-    size = value.bytes(node)
-    activation = Work(elementwise=value.count(node), read=size, written=size, launches=1)
-    return multiply(node, value) + activation
 
 
 def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
@@ -163,9 +153,8 @@ _COPIED = OperatorRules(placed=_copied_placed, work=multiply, backward=_copied_b
 
 RULES: Mapping[Any, OperatorRules] = {
     kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=_split_order),
-    kernels.linear: products.PRODUCT,
+    **dict.fromkeys((kernels.linear, kernels.linear_gelu), products.PRODUCT),
     kernels.add_linear: replace(products.PRODUCT, of_partial=_added_partial),
-    kernels.linear_gelu: replace(products.PRODUCT, work=gelu_work),
     **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), OperatorRules(placed=proof.elementwise)),
     kernels.dropout: replace(
         _SUM, axes=broadcast, local=keyed_local, order=elementwise_order, backward=None, keeps="nothing"
@@ -174,7 +163,6 @@ RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((kernels.add_layer_norm, kernels.add_rms_norm), _SUM),
     **dict.fromkeys((kernels.layer_norm, kernels.rms_norm), _NORM),
     **dict.fromkeys(collectives.COPIED, _COPIED),
-    collectives.copied_linear_gelu: replace(_COPIED, work=gelu_work),
     collectives.copy_to_tensor: replace(_COPIED, work=None, backward=_all_reduce, traits=_F | Trait.FREE),
     collectives.reduce_from_tensor: OperatorRules(
         placed=_reduce_placed, work=_all_reduce, backward=lambda *_: Work(), traits=_ANY | Trait.SUMS_RANKS

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoptd.passes.ir import nodes
@@ -16,11 +15,9 @@ from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.runtime import collectives, kernels
+from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Placement, Segment, Shard
-
-aten = torch.ops.aten
 
 
 @dataclass(eq=False)
@@ -271,10 +268,11 @@ def _joins(localizer: Localizer, node: fx.Node) -> bool:
     """Return whether `node`, scaled or not, is alone added to another partial sum, of the dtype of both together."""
     while len(node.users) == 1:
         (user,) = node.users
-        for other in _beside(user, node) if user.target is aten.add.Tensor else ():
-            same = isinstance(other, fx.Node) and other.meta["val"].dtype == user.meta["val"].dtype
-            return same and is_lone_sum(localizer, other)
-        if user.target is not aten.mul.Tensor or not _beside(user, node):
+        others = _beside(user, node)
+        if user.target is aten.add.Tensor:
+            dtype = user.meta["val"].dtype
+            return any(is_lone_sum(localizer, x) and x.meta["val"].dtype == dtype for x in others)
+        if user.target is not aten.mul.Tensor or not others:
             return False
         node = user
     return False

@@ -107,7 +107,6 @@ POINTWISE = OperatorRules(
 )
 _SAME = replace(POINTWISE, local=same_call, of_partial=proof.keep_partial, traits=_SAFE | Trait.TAKES)
 _NEG = replace(_SAME, keeps="nothing", traits=_SAFE | Trait.SCALES)
-_CAST = replace(_NEG, traits=_SAFE | Trait.CASTS)
 _LAY_OUT = replace(_NEG, traits=_SAFE | Trait.LAYS_OUT)
 _LINEAR = replace(POINTWISE, traits=_SAFE | Trait.LINEAR)
 _ADD = replace(_LINEAR, local=add_local, of_partial=proof.add_partial, backward=_add_backward)
@@ -127,7 +126,7 @@ RULES: Mapping[Any, OperatorRules] = {
     aten.sub: replace(_ADD, local=same_call),
     aten.div: _DIV,
     aten.mul: replace(_DIV, local=_scale_local, of_partial=proof.linear_in(0, 1)),
-    **dict.fromkeys((aten.to, aten._to_copy), _CAST),
+    **dict.fromkeys((aten.to, aten._to_copy), replace(_NEG, traits=_SAFE | Trait.CASTS)),
     aten.clone: _LAY_OUT,
     aten.contiguous: replace(_LAY_OUT, order=_contiguous_order, copies=contiguous_copies),
     **dict.fromkeys((aten.detach, aten.alias), _SAME),

@@ -135,15 +135,11 @@ def place_product(product: MatrixProduct, placements: proof.Placements) -> AxisP
     bias = product.bias
     terms = [(bias, proof.aligned(bias, result, placements))] if isinstance(bias, fx.Node) else []
     placement = proof.merge([*factors, *terms], result)
-    sections = product.sections is not None and placement.dim == last
-    return _section(product, placement, result) if sections else placement
-
-
-def _section(product: MatrixProduct, placement: AxisPlacement, result: Sequence[int]) -> AxisPlacement:
-    """The outputs may be divided within each of the sections, alike in all."""
-    count, size, last = result[0], result[-1], len(result) - 1
-    own = replace(placement, dim=1 - product.contracted)
-    first, *rest = (proof.take(product.weight, own, section * size, size) for section in range(count))
+    if product.sections is None or placement.dim != last:
+        return placement
+    # The outputs may be divided within each of the sections, alike in all.
+    own, size = replace(placement, dim=1 - product.contracted), result[-1]
+    first, *rest = (proof.take(weight, own, section * size, size) for section in range(result[0]))
     if any(other != first for other in rest):
         return proof.UNKNOWN
     return first if first.dim is None else replace(first, dim=last)

@@ -24,15 +24,19 @@ from autoptd.runtime.program.placement import AxisPlacement
 # Axes
 
 
-def _reshape_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
-    """Regroup factors; an axis that cannot be regrouped is blocked."""
-    source, shape = axis_map.of(node.args[0]), shape_of(node)
-    grouped = ax.regroup(source, shape)
+def regroup_axes(node: fx.Node, source: Sequence[ax.Axis], sizes: Sequence[int], does: str) -> ax.Axes:
+    """Regroup factors; an axis that cannot be regrouped is blocked, for what the call `does`."""
+    grouped = ax.regroup(source, sizes)
     if grouped is not None:
         return tuple(grouped)
     for axis in source:
-        ax.block(axis, f"{called(node)} regroups it as {list(shape)}")
-    return tuple(ax.Axis(size, blocked=f"{called(node)} makes it") for size in shape)
+        ax.block(axis, f"{called(node)} {does}")
+    return tuple(ax.Axis(size, blocked=f"{called(node)} makes it") for size in sizes)
+
+
+def _reshape_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
+    shape = shape_of(node)
+    return regroup_axes(node, axis_map.of(node.args[0]), shape, f"regroups it as {list(shape)}")
 
 
 def mapped_axes(
