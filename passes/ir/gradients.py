@@ -26,11 +26,8 @@ def find_trained(stage: Stage) -> set[fx.Node]:
 
 def find_reached(results: Iterable[fx.Node], trained: Container[fx.Node]) -> set[fx.Node]:
     """Return the values among the `trained` that a gradient of `results` reaches."""
-
-    def parts(node: fx.Node) -> list[fx.Node]:
-        return [source for source in node.all_input_nodes if source in trained]
-
-    return set(walk((node for node in results if node in trained), parts))
+    wanted = (node for node in results if node in trained)
+    return set(walk(wanted, lambda node: [source for source in node.all_input_nodes if source in trained]))
 
 
 def may_be_trained(node: fx.Node) -> bool:

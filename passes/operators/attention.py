@@ -108,15 +108,13 @@ def attention_placed(node: fx.Node, placements: proof.Placements) -> AxisPlaceme
 
 def _spread_heads(tensor: fx.Node, node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     """The placement of queries, keys, values or a mask, where each of their heads serves several of the result's."""
-    placement = proof.aligned(tensor, shape_of(node), placements)
+    placement, own, result = proof.read(tensor, placements), shape_of(tensor), shape_of(node)
     if placement.dim is None:
         return placement
-    own = shape_of(tensor)[placement.dim - len(shape_of(node)) + len(shape_of(tensor))]
-    times = shape_of(node)[placement.dim] // own
-    if times == 1:
-        return placement
+    dim = placement.dim + len(result) - len(own)
+    times = result[dim] // own[placement.dim]
     segments = tuple(replace(part, inner=part.inner * times) for part in placement.segments)
-    return replace(placement, segments=segments, extent=None)
+    return replace(placement, dim=dim, segments=segments, extent=placement.extent if times == 1 else None)
 
 
 def _softmax_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:

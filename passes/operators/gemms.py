@@ -104,16 +104,14 @@ def _product_gradients(product: MatrixProduct, value: Value, wanted: Sequence[fx
     For each factor it is the gradient of the result times the other one.
     """
     gemm, (count, size) = _gemm(product, value), _result_size(product, value)
-    turned = (
-        Product(gemm.batch, gemm.rows, gemm.inner, gemm.columns),
-        Product(gemm.batch, gemm.inner, gemm.columns, gemm.rows),
-    )
-    of_x, of_weight = (
-        Work((made,), read=size + value.bytes(by), written=value.bytes(of), launches=1)
-        if of in wanted
-        else Work()
-        for made, of, by in zip(turned, product.factors, product.factors[::-1], strict=True)
-    )
+    x, weight = product.factors
+
+    def gradient(of: fx.Node, by: fx.Node, *shape: Number) -> Work:
+        gemms, read, written = (Product(gemm.batch, *shape),), size + value.bytes(by), value.bytes(of)
+        return Work(gemms, read=read, written=written, launches=1) if of in wanted else Work()
+
+    of_x = gradient(x, weight, gemm.rows, gemm.inner, gemm.columns)
+    of_weight = gradient(weight, x, gemm.inner, gemm.columns, gemm.rows)
     if product.bias is not None and product.bias in wanted:
         of_weight += Work(elementwise=count, read=size, written=value.bytes(product.bias), launches=1)
     return of_x, of_weight

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -133,13 +134,8 @@ def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
 
 def _joined(factors: Sequence[Factor]) -> Dim:
     """Neighbours that are neither batch nor sequence as one factor."""
-    result: list[Factor] = []
-    for name, size in factors:
-        if not name and result and not result[-1][0]:
-            result[-1] = ("", result[-1][1] * size)
-        elif name or size != 1:
-            result.append((name, size))
-    return tuple(result)
+    runs = groupby(factors, lambda factor: factor[0] != "")
+    return tuple(f for named, run in runs for f in (run if named else plain_dim(size_of(tuple(run)))))
 
 
 def broadcast(orders: Sequence[DimOrder], shape: Sequence[int]) -> tuple[Dim, ...]:

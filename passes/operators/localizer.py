@@ -154,27 +154,6 @@ class Localizer:
             return (axis.size + self.divided[axis]) // self.tensor if axis in self.divided else axis.size
         return (prod if axis.kind == "product" else sum)(self.extent(part) for part in axis.parts)
 
-    def offset(self, axis: Axis, position: int) -> int:
-        """Return where global `position` of the axis, a boundary of its segments, lies on one rank."""
-        axis = ax.find(axis)
-        if position in (0, axis.size):
-            return self.extent(axis) if position else 0
-        if axis.kind == "sum":
-            total = 0
-            for part in axis.parts:
-                size = ax.find(part).size
-                if position <= size:
-                    return total + self.offset(part, position)
-                total, position = total + self.extent(part), position - size
-        if axis.kind == "product":
-            first, *rest = ax.factors(axis)
-            inner = ax.product(rest)
-            steps, over = divmod(position, inner.size)
-            assert over == 0, "a slice of a product falls on whole steps of its first factor"
-            return self.offset(first, steps) * self.extent(inner)
-        assert axis not in self.divided, "a divided leaf is not cut"
-        return position
-
     def sizes(self, axes: Axes) -> list[int]:
         return [self.extent(a) for a in axes]
 

@@ -96,7 +96,9 @@ def _slice_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     axis = own[cut.dim]
     if not localizer.is_divided((axis,)):
         return localizer.copy(node)
-    first = localizer.offset(axis, cut.start)
+    before = ax.segment(axis, [cut.start])
+    assert before is not None, "a divided axis has been cut there"
+    first = localizer.extent(before[0]) if cut.start else 0
     end = first + localizer.extent(localizer.axis_map.of(node)[cut.dim])
     args = (localizer.whole(node.args[0]), cut.dim, first, end)
     return localizer.copy(node, args=args, target=aten.slice.Tensor)

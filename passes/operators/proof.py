@@ -7,6 +7,7 @@ that several operators have in common.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -57,15 +58,13 @@ def is_mixed(placement: AxisPlacement) -> bool:
 
 def describe_runs(placement: AxisPlacement) -> tuple[tuple[int, int, bool], ...]:
     """Return how the rows lie in memory: (repeats, rows of one run, divided), neighbours of one length joined."""
-    found: list[tuple[int, int, bool]] = []
-    for part in placement.segments:
-        count, run = (part.outer, part.size * part.inner) if part.divided else (1, part.rows)
-        last = found[-1] if found else (0, 0, not part.divided)
-        if last[2] is not part.divided or (part.divided and last[1] != run):
-            found.append((count, run, part.divided))
-        else:
-            found[-1] = (last[0] + count, run, True) if part.divided else (1, last[1] + run, False)
-    return tuple(found)
+    runs = groupby(placement.segments, lambda part: part.size * part.inner if part.divided else 0)
+    return tuple(
+        (sum(part.outer for part in parts), run, True)
+        if run
+        else (1, sum(part.rows for part in parts), False)
+        for run, parts in runs
+    )
 
 
 def regroup(placement: AxisPlacement, old: Sequence[int], new: Sequence[int]) -> AxisPlacement:
