@@ -88,25 +88,23 @@ def info(node: fx.Node) -> NodeInfo:
 
 
 def require_info(graph: fx.Graph, at: str) -> None:
-    """Raise ValueError if a node of `graph` has no `NodeInfo` or no meta tensor; `at` names the graph."""
+    """Raise ValueError if a node of `graph` has no `NodeInfo` or no meta tensor; `at` names the graph.
+
+    Or if a partial sum is read by a call that is neither partial itself nor a collective.
+    """
     for node in graph.nodes:
         if _KEY not in node.meta or "val" not in node.meta:
             raise ValueError(
                 f"{at}: nothing is known about {node.format_node()}; expected every node to be described by the pass "
                 "that writes it (passes.ir.nodes.describe)"
             )
-
-
-def require_reduced(graph: fx.Graph, at: str) -> None:
-    """Raise ValueError if a partial sum is read by a call that is neither partial itself nor a collective."""
-    for node in graph.nodes:
-        for user in node.users if info(node).is_partial else ():
-            collective = getattr(user.target, "__module__", "").startswith("autoptd.runtime.collectives")
-            if not (collective or info(user).is_partial):
-                raise ValueError(
-                    f"{at}: {user.format_node()} reads {node}, whose terms are not summed over the tensor ranks; "
-                    "expected an all-reduce between the two"
-                )
+    for value, user in ((n, user) for n in graph.nodes if info(n).is_partial for user in n.users):
+        collective = getattr(user.target, "__module__", "").startswith("autoptd.runtime.collectives")
+        if not (collective or info(user).is_partial):
+            raise ValueError(
+                f"{at}: {user.format_node()} reads {value}, whose terms are not summed over the tensor ranks; "
+                "expected an all-reduce between the two"
+            )
 
 
 def describe(node: fx.Node, val: Any, about: NodeInfo, **changes: Any) -> None:

@@ -106,8 +106,7 @@ class Localizer:
         """Copy the node to the new graph, with other arguments or another target."""
         plain = args is None and kwargs is None
         if plain:
-            args = fx.node.map_arg(node.args, self.whole)
-            kwargs = fx.node.map_arg(node.kwargs, self.whole)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self.whole)
         new = self.graph.create_node(node.op, target or node.target, args, kwargs or {}, name=node.name)
         new.meta = dict(node.meta)
         axes = self.named[new.name] = self.axis_map.all_of(node)
@@ -165,7 +164,7 @@ class Localizer:
         axis = self.axis_map.contractions.get(node)
         return ax.find(axis) if axis and self.is_divided((axis,)) else None
 
-    def divided_dim(self, axes: Axes) -> int | None:
+    def divided_dim(self, axes: Sequence[Axis]) -> int | None:
         return next((d for d, axis in enumerate(axes) if self.is_divided((axis,))), None)
 
     # Placements
@@ -194,7 +193,7 @@ class Localizer:
     def _segments(self, axis: Axis) -> list[Segment]:
         """The axis as consecutive [outer, size, inner] segments."""
         parts = ax.factors(axis)
-        at = next((i for i, f in enumerate(parts) if self.is_divided((f,))), None)
+        at = self.divided_dim(parts)
         if at is None:
             return [Segment(1, ax.find(axis).size, 1, False)]
         outer, inner = prod(p.size for p in parts[:at]), prod(p.size for p in parts[at + 1 :])
@@ -294,7 +293,7 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
             f"dropout at {where(node)} is over {list(shape_of(node))}, in which the batch is no dimension of its own: "
             "its mask would depend on the microbatch; use microbatch_size=1, or drop before the batch is merged"
         )
-    divided = next((i for i, f in enumerate(flat) if localizer.is_divided((f,))), None)
+    divided = localizer.divided_dim(flat)
     if divided is not None and flat[divided].kind == "sum":
         raise ValueError(f"dropout over packed segments at {where(node)} cannot be divided; unpack them")
     found: dict[str, Any] = {"sample": sample}

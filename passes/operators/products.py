@@ -129,9 +129,8 @@ def place_product(product: MatrixProduct, placements: proof.Placements) -> AxisP
         return proof.PARTIAL
     if right.dim is not None:
         right = replace(right, dim=last if right.dim >= own - 2 else right.dim + len(result) - own)
-    if left.dim is not None:
-        left = replace(left, dim=left.dim + len(result) - len(shape_of(x)))
-    factors = [pair for pair in ((x, left), (weight, right)) if pair[1] is not proof.WHOLE]
+    aligned = (x, proof.aligned(x, result, placements)), (weight, right)
+    factors = [pair for pair in aligned if pair[1] is not proof.WHOLE]
     bias = product.bias
     terms = [(bias, proof.aligned(bias, result, placements))] if isinstance(bias, fx.Node) else []
     placement = proof.merge([*factors, *terms], result)
