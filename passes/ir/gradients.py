@@ -15,10 +15,9 @@ def find_trained(stage: Stage) -> set[fx.Node]:
     for node in stage.graph.nodes:
         if node.op == "get_attr":
             wants = stage.parameters[str(node.target)].requires_grad
-        elif node.op == "placeholder":
-            wants = may_be_trained(node)
         else:
-            wants = not trained.isdisjoint(node.all_input_nodes) and may_be_trained(node)
+            starts = node.op == "placeholder" or not trained.isdisjoint(node.all_input_nodes)
+            wants = starts and may_be_trained(node)
         if wants:
             trained.add(node)
     return trained

@@ -180,21 +180,15 @@ def segment(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
     bounds = [b for b in bounds if 0 < b < axis.size]
     if not bounds:
         return [axis]
-    if axis.kind == "product":
-        return _segment_product(axis, bounds)
+    if axis.kind == "product":  # on whole steps of its outermost factor
+        first, *rest = factors(axis)
+        inner = axis.size // first.size
+        fits = not any(b % inner for b in bounds)
+        pieces = segment(first, [b // inner for b in bounds]) if fits else None
+        return pieces and [product([piece, *rest]) for piece in pieces]
     if axis.kind == "leaf":
         refine(axis, "sum", tuple(Axis(high - low) for low, high in pairwise([0, *bounds, axis.size])))
     return _segment_sum(axis, bounds)
-
-
-def _segment_product(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
-    """Segments of a product that fall on whole steps of its outermost factor."""
-    first, *rest = factors(axis)
-    inner = axis.size // first.size
-    if any(b % inner for b in bounds):
-        return None
-    pieces = segment(first, [b // inner for b in bounds])
-    return None if pieces is None else [product([piece, *rest]) for piece in pieces]
 
 
 def _segment_sum(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
@@ -220,7 +214,7 @@ def _segment_sum(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
 
 def unify(a: Axis, b: Axis) -> None:
     """Make two axes of one size the same; where their structures contradict each other, block both."""
-    a, b = find(a), find(b)
+    a, b = sorted((find(a), find(b)), key=lambda axis: ("leaf", "product", "sum").index(axis.kind))
     if a is b:
         return
     assert a.size == b.size, (a, b)
@@ -230,18 +224,14 @@ def unify(a: Axis, b: Axis) -> None:
         return
     if _is_factor(a, b):
         return
-    if a.kind == "leaf" or b.kind == "leaf":
-        if a.kind != "leaf":
-            a, b = b, a
+    if a.kind == "leaf":
         _merge(a, b)
         return
     left: Sequence[Axis] | None
-    if a.kind == b.kind == "sum":
+    if a.kind == "sum":
         bounds = sorted({end for axis in (a, b) for end in accumulate(part.size for part in axis.parts)})
         left, right = _segment_sum(a, bounds), _segment_sum(b, bounds)
-    else:  # two products, or a sum that must be one
-        if a.kind == "sum":
-            a, b = b, a
+    else:  # `b` may be one sum, which then must factor
         left = factors(a)
         right = regroup([b], [part.size for part in left])
     if left is None or right is None:

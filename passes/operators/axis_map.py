@@ -136,9 +136,7 @@ def broadcast(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
 def opaque(axis_map: AxisMap, node: fx.Node) -> Any:
     """Block all dimensions that come in or go out: nothing is known, and every rank computes them whole."""
     reason = f"no rule divides {called(node)}"
-    for source in node.all_input_nodes:
-        for own in axis_map.all_of(source):
-            for axis in own:
-                ax.block(axis, reason)
+    for axis in (axis for source in node.all_input_nodes for own in axis_map.all_of(source) for axis in own):
+        ax.block(axis, reason)
     axes = (tuple(ax.Axis(size, blocked=reason) for size in value.shape) for value in results_of(node))
     return as_results(node, axes)

@@ -153,7 +153,7 @@ class Localizer:
             return (axis.size + self.divided[axis]) // self.tensor if axis in self.divided else axis.size
         return (prod if axis.kind == "product" else sum)(self.extent(part) for part in axis.parts)
 
-    def sizes(self, axes: Axes) -> list[int]:
+    def sizes(self, axes: Sequence[Axis]) -> list[int]:
         return [self.extent(a) for a in axes]
 
     def is_divided(self, axes: Sequence[Axis]) -> bool:
@@ -277,14 +277,13 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
         parts = ax.factors(axis)
         inside = any(f in localizer.batch for f in parts) or localizer.is_divided(parts[1:])
         flat.extend(parts if inside else [ax.find(axis)])
-    shape = [localizer.extent(f) for f in flat]
     reads_batch = node in localizer.axis_map.batch
     ones = str(node.all_input_nodes[-1].target) in localizer.filled
     sampled = reads_batch or "sample" in node.kwargs or (ones and any(f.size == 1 for f in flat))
     if localizer.single and sampled:
         # There is no axis to find: any dimension of size 1 stands for the batch, in a mask of ones for samples too.
         if all(f.size != 1 for f in flat):
-            flat, shape = [Axis(1), *flat], [1, *shape]
+            flat = [Axis(1), *flat]
         sample: int | None = [f.size for f in flat].index(1)
     else:
         sample = next((i for i, f in enumerate(flat) if f in localizer.batch), None)
@@ -300,5 +299,5 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
     if divided is not None:
         found["divided"] = divided
     if len(flat) != len(axes):
-        found["shape"] = shape
+        found["shape"] = localizer.sizes(flat)
     return found

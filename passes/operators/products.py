@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autoptd.passes.ir.nodes import called, shape_of, where
+from autoptd.passes.ir.nodes import as_results, called, shape_of, where
 from autoptd.passes.ir.products import CONVOLUTIONS, MatrixProduct, read_einsum, read_products
 from autoptd.passes.ir.strides import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
@@ -109,10 +109,9 @@ def linear_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 
 def product_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """Each product of the call; what is contracted over a divided dimension is a partial sum."""
-    found = tuple(place_product(product, placements) for product in read_products(node))
-    if found[1:] or isinstance(node.meta["val"], (tuple, list)):
-        return proof.WHOLE if all(placement is proof.WHOLE for placement in found) else found
-    return found[0]
+    found = [place_product(product, placements) for product in read_products(node)]
+    whole = all(placement is proof.WHOLE for placement in found)
+    return proof.WHOLE if whole else as_results(node, found)  # type: ignore[no-any-return]
 
 
 def place_product(product: MatrixProduct, placements: proof.Placements) -> AxisPlacement:
@@ -137,8 +136,8 @@ def place_product(product: MatrixProduct, placements: proof.Placements) -> AxisP
     if product.sections is None or placement.dim != last:
         return placement
     # The outputs may be divided within each of the sections, alike in all.
-    own, size = replace(placement, dim=1 - product.contracted), result[-1]
-    first, *rest = (proof.take(weight, own, section * size, size) for section in range(result[0]))
+    columns, size = replace(placement, dim=1 - product.contracted), result[-1]
+    first, *rest = (proof.take(weight, columns, section * size, size) for section in range(result[0]))
     if any(other != first for other in rest):
         return proof.UNKNOWN
     return first if first.dim is None else replace(first, dim=last)

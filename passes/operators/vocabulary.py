@@ -24,8 +24,7 @@ from autoptd.runtime.program.placement import AxisPlacement
 def _embedding_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Contract the vocabulary in a lookup: one-hot(ids) x weight."""
     weight, ids = axis_map.of(node.args[0]), axis_map.of(node.args[1])
-    axis_map.contractions[node] = weight[0]
-    axis_map.classes.append(weight[0])
+    axis_map.contract_classes(node, weight[0])
     if node.args[1] not in axis_map.batch:
         ax.block(weight[0], f"{called(node)} looks up the same rows in every step")
     return (*ids, weight[1])
@@ -116,15 +115,13 @@ def _embedding_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) 
 
 
 _PADDED = Trait.PADDING_SAFE | Trait.KNOWS_SIZE | Trait.NUMBERS
-_LOOKUP = OperatorRules(placed=_embedding_placed, work=_embedding_work, backward=_embedding_backward)
+_LOOKUP = OperatorRules(
+    placed=_embedding_placed, work=_embedding_work, backward=_embedding_backward, traits=_PADDED
+)
 
 RULES: Mapping[Any, OperatorRules] = {
     aten.embedding: replace(
-        _LOOKUP,
-        axes=_embedding_axes,
-        local=if_divided(_embedding_local),
-        order=_embedding_order,
-        traits=_PADDED,
+        _LOOKUP, axes=_embedding_axes, local=if_divided(_embedding_local), order=_embedding_order
     ),
     kernels.lookup: _LOOKUP,
     kernels.embedding: replace(
