@@ -109,10 +109,8 @@ def _regroup_parts(placement: AxisPlacement, stride: int, step: int, extent: int
     (part,) = placement.segments
     start = stride * part.inner
     end = start * part.size
-    if part.size == 1 and not (step < end < top or (step < end == top and part.outer == 1)):
-        return ()
     if part.size == 1:
-        start, inside = step, end % step == 0
+        inside = step < end <= top and (end < top or part.outer == 1) and end % step == 0
     else:
         inside = step <= start and end <= top and start % step == 0
     if not inside or top % end:

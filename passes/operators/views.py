@@ -51,9 +51,8 @@ def mapped_axes(
         own, made, dims = axis_map.of(node.args[0]), results_of(node), dim_map(node)
         dropped = [axis for d, axis in enumerate(own) if d not in dims]
         kept = contract(axis_map, node, dropped) if contract else None
-        for axis in dropped if reason else ():
-            if axis is not kept:
-                ax.block(axis, f"{called(node)} {reason}")
+        for axis in (axis for axis in dropped if reason and axis is not kept):
+            ax.block(axis, f"{called(node)} {reason}")
         new: dict[str, Any] = {"blocked": f"{called(node)} makes it"} if reason else {"copied": True}
         axes = tuple(
             ax.Axis(size, **new if size > 1 else {}) if d is None else own[d]
