@@ -68,8 +68,7 @@ class Localizer:
     def _take_classes(self, node: fx.Node) -> fx.Node:
         """Return this rank's classes of an input, which every rank gets whole."""
         axes, val = self.axis_map.of(node), node.meta["val"]
-        value = self.graph.create_node(node.op, node.target, node.args, {}, name=node.name)
-        value.meta = dict(node.meta)
+        value = self.graph.node_copy(node)
         self.named[value.name] = (axes,)
         dim: Any = self.divided_dim(axes)
         if padding := self.divided[ax.find(axes[dim])]:
