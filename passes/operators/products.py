@@ -111,7 +111,7 @@ def product_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """Each product of the call; what is contracted over a divided dimension is a partial sum."""
     found = [place_product(product, placements) for product in read_products(node)]
     whole = all(placement is proof.WHOLE for placement in found)
-    return proof.WHOLE if whole else as_results(node, found)  # type: ignore[no-any-return]
+    return proof.WHOLE if whole else as_results(node, found)
 
 
 def place_product(product: MatrixProduct, placements: proof.Placements) -> AxisPlacement:
