@@ -39,8 +39,6 @@ class Operation(NamedTuple):
 
 
 class _Operations(TorchDispatchMode):
-    """A mode that notes all operations."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[Operation] = []

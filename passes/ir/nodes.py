@@ -232,9 +232,6 @@ def called(node: fx.Node) -> str:
     return operator_name(node.target) + (f" ({line})" if line else "")
 
 
-Key = tuple[Any, ...]
-
-
 @cache
 def _operator_place(target: Any) -> int | None:
     """Return the position of the operator's number among the arguments of a kernel; None if it has none."""
@@ -253,7 +250,7 @@ class Propagation:
 
     def __init__(self, mesh: Mesh) -> None:
         self.rank = Rank.local(mesh)
-        self.known: dict[Key, Any] = {}
+        self.known: dict[tuple[Any, ...], Any] = {}
 
     def run(self, node: fx.Node) -> Any:
         """Return the meta value of a ``call_function`` node, from its arguments' values."""
@@ -267,7 +264,7 @@ class Propagation:
     def _value(self, node: fx.Node) -> Any:
         return self.rank if info(node).role == "rank" else node.meta["val"]
 
-    def _key(self, value: Any) -> Key:
+    def _key(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, fx.Node):
             found = self._value(value)
             return ("rank",) if found is self.rank else self._key(found)

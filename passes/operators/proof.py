@@ -197,7 +197,7 @@ def merge(found: Sequence[tuple[fx.Node, AxisPlacement]], result: Sequence[int])
 def _check_whole_rows(source: fx.Node, divided: fx.Node, dim: int, result: Sequence[int]) -> None:
     """Refuse parameters with as many rows as a tensor rank holds of the divided argument: the ranks need others.
 
-    Activations pass: their rows may be copies of one, such as a key head's that all query heads placement.
+    Activations pass: their rows may be copies of one, such as a key head's that all query heads share.
     """
     own = shape_of(source)
     place = dim - len(result) + len(own)
