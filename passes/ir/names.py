@@ -10,6 +10,7 @@ from torch import fx
 
 from autoptd.passes.ir.nodes import describe, info, walk
 
+SHORTER = {"scaled_dot_product_attention": "sdpa", "scaled_softmax": "softmax", "cross_entropy_loss": "loss"}
 _INDEX = re.compile(r"_(\d+)(?=_|$)")
 _Copies = dict[fx.Node, fx.Node]
 
@@ -69,9 +70,8 @@ def _order_constants(nodes: list[fx.Node], buffers: Container[str]) -> Iterator[
     pending = [node for node in reversed(nodes) if node not in constant]
     while pending:
         missing = [n for n in pending[-1].all_input_nodes if n in constant and n not in ordered]
-        if missing:
-            pending.append(missing[0])
-        else:
+        pending += missing[:1]
+        if not missing:
             ordered[pending.pop()] = None
     # No use comes before as many of the constants' places as it and those before it need.
     constants = (node for node in ordered if node in constant)
@@ -114,9 +114,6 @@ def _candidate(node: fx.Node, result: bool, containers: tuple[str, ...], values:
     word = operator_word(node.target)
     name = path if result else f"{path}_{word}" if path else word
     return name if name.isidentifier() else f"x_{name}"
-
-
-SHORTER = {"scaled_dot_product_attention": "sdpa", "scaled_softmax": "softmax", "cross_entropy_loss": "loss"}
 
 
 def free_name(name: str, taken: Container[str]) -> str:

@@ -118,7 +118,6 @@ _PADDED = Trait.PADDING_SAFE | Trait.KNOWS_SIZE | Trait.NUMBERS
 _LOOKUP = OperatorRules(
     placed=_embedding_placed, work=_embedding_work, backward=_embedding_backward, traits=_PADDED
 )
-
 RULES: Mapping[Any, OperatorRules] = {
     aten.embedding: replace(
         _LOOKUP, axes=_embedding_axes, local=if_divided(_embedding_local), order=_embedding_order
