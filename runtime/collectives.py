@@ -17,8 +17,7 @@ def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
     """Hand a replicated `x` to a divided region (f). Backward all-reduces the ranks' partial gradients."""
     if rank.group("tensor").size == 1:
         return x
-    copied: Tensor = _Copy.apply(x, rank)  # type: ignore[no-untyped-call]
-    return copied
+    return _Copy.apply(x, rank)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
@@ -65,8 +64,7 @@ def copied_linears(
     given = [None] * len(weights) if biases is None else biases
     if len(given) != len(weights) or not weights:
         raise ValueError(
-            f"copied_linears was given {len(weights)} weights and {len(given)} biases, expected a bias or None for "
-            "each of one weight or more"
+            f"copied_linears was given {len(weights)} weights and {len(given)} biases, expected a bias or None for each"
         )
     return multiply(rank, Linear(transposed), x, weights, given)
 

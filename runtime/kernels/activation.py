@@ -45,7 +45,6 @@ def bias_gelu(
     """Compute ``gelu(x + bias)``; `x` is [..., h], `bias` [h]. By tanh, `coefficient` is sqrt(2 / pi), rounded or not.
 
     Dtypes are promoted as by ``+``, and half precision is summed in float32 for the bias's gradient.
-    Raises ValueError on other shapes.
     """
     check_rows("bias_gelu", {"x": x}, bias=bias)
     if approximate not in KINDS:

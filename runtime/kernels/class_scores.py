@@ -59,7 +59,5 @@ def clear_padding(rank: Rank, x: Tensor, dim: int, vocabulary: int, value: float
     _, own = own_columns(rank, x.shape[dim], vocabulary)
     if own == x.shape[dim]:
         return x
-    shape = [1] * x.dim()
-    shape[dim] = -1
     padding = torch.arange(x.shape[dim], device=x.device) >= own
-    return x.masked_fill(padding.view(shape), value)
+    return x.movedim(dim, -1).masked_fill(padding, value).movedim(-1, dim)

@@ -12,8 +12,7 @@ def grouped_attention(
     """Compute attention of `q` [b, a, s, d] with `k` and `v` [b, g, s, d]: query head i sees head i // (a / g).
 
     On a GPU only flash attention, in half precision, takes fewer heads: there the others are repeated first, where
-    torch would write the scores out. Raises ValueError where g does not divide a, and for other dtypes and
-    several devices.
+    torch would write the scores out. Raises ValueError where g does not divide a, for other dtypes and two devices.
     """
     check_operands("grouped_attention", q=q, k=k, v=v)
     fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.shape[1] > 0

@@ -41,11 +41,9 @@ def bias_dropout_add(
     """
     check_rows("bias_dropout_add", {"x": x, "residual": residual}, bias=bias)
     key, moment = find_key(rank, x, p, operator, sample, divided, shape)
-    if not key and runs_plainly(x):
+    if not key and (runs_plainly(x) or (bias is None and residual is None)):
         total = x if bias is None else x + bias
         return total if residual is None else residual + total
-    if bias is None and residual is None and not key:
-        return x
     return bias_dropout_add_operator(x, bias, residual, p, key, moment)
 
 

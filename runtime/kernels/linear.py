@@ -22,10 +22,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bo
 
     Where the weight has a sum, the product adds its gradient there: in float32, as it was before it is rounded.
     """
-    product = Linear(transposed)
     if not hasattr(weight, SUM):
-        return product.multiply(x, weight, bias)
-    return multiply(None, product, x, [weight], [bias])[0]
+        return Linear(transposed).multiply(x, weight, bias)
+    return multiply(None, Linear(transposed), x, [weight], [bias])[0]
 
 
 def add_linear(
@@ -53,8 +52,7 @@ def multiply(
     rank: Rank | None, product: Product, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """Compute `product` of x, or of ``copy_to_tensor(rank, x)``, with each weight and its bias."""
-    made: tuple[Tensor, ...] = _Products.apply(rank, product, x, *weights, *biases)  # type: ignore[no-untyped-call]
-    return made
+    return _Products.apply(rank, product, x, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)

@@ -51,17 +51,13 @@ def _check(scores: Tensor, mask: Operand, is_causal: bool) -> None:
         return
     if is_causal:
         raise ValueError("scaled_softmax was given a mask and is_causal=True; give one of the two")
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            f"scaled_softmax was given a mask of {mask.dtype}, expected bool (True is seen) or floating-point (added)"
-        )
-    if mask.device != scores.device:
-        raise ValueError(f"scaled_softmax was given scores on {scores.device} and a mask on {mask.device}")
     sizes = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
-    if mask.dim() > scores.dim() or any(own not in (1, size) for own, size in sizes):
+    fits = mask.dim() <= scores.dim() and all(own in (1, size) for own, size in sizes)
+    known = mask.dtype == torch.bool or mask.is_floating_point()
+    if not fits or not known or mask.device != scores.device:
         raise ValueError(
-            f"scaled_softmax was given a mask {list(mask.shape)}, which does not broadcast to scores "
-            f"{list(scores.shape)}"
+            f"scaled_softmax was given scores {list(scores.shape)} on {scores.device} and a mask {list(mask.shape)} of "
+            f"{mask.dtype} on {mask.device}, expected bool (True is seen) or floating-point (added) that broadcasts"
         )
 
 
@@ -98,9 +94,7 @@ def _softmax(scores: Tensor, mask: Operand, is_causal: bool, scale: float) -> Te
     return scores.masked_fill_(blind, 0).softmax(-1).masked_fill_(blind, 0)
 
 
-@define_operator(
-    "scaled_softmax_backward", lambda _, softmax, *others: torch.empty_like(softmax), triton="softmax"
-)
+@define_operator("scaled_softmax_backward", lambda _, x, *others: torch.empty_like(x), triton="softmax")
 def _scaled_softmax_backward(
     gradient: Tensor,
     softmax: Tensor,

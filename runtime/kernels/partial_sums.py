@@ -15,8 +15,7 @@ def sum_over_ranks(rank: Rank, x: Tensor) -> Tensor:
     # Summed out here: torch.compile of torch 2.11 makes each value inside a Function's forward an output of it, one
     # tensor several times after an all-reduce in place, and gives its backward zeros.
     total = rank.all_reduce(x.detach().clone(memory_format=torch.contiguous_format))
-    reduced: Tensor = _Reduced.apply(x, total)  # type: ignore[no-untyped-call]
-    return reduced
+    return _Reduced.apply(x, total)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Reduced(torch.autograd.Function):

@@ -47,8 +47,7 @@ def lookup(weight: Tensor, ids: Tensor, padding_idx: int = -1) -> Tensor:
     """
     if not hasattr(weight, SUM):
         return torch.embedding(weight, ids, padding_idx)
-    rows: Tensor = _Lookup.apply(weight, ids, padding_idx)  # type: ignore[no-untyped-call]
-    return rows
+    return _Lookup.apply(weight, ids, padding_idx)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Lookup(torch.autograd.Function):
@@ -237,9 +236,8 @@ def _statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]
         largest.fill_(-torch.inf)
         total.zero_()
         return statistics, softmax
-    for x, maximum, sum_, *out in _split_rows(
-        logits[:, :own], largest, total, *([softmax[:, :own]] if kept else [])
-    ):
+    results = [softmax[:, :own]] if kept else []
+    for x, maximum, sum_, *out in _split_rows(logits[:, :own], largest, total, *results):
         # One softmax of torch is sooner than one exponential; its maximum is 1 over the sum.
         part = torch.softmax(x, 1, dtype=sum_.dtype, out=out[0] if kept else None)
         torch.amax(part, 1, out=sum_)
