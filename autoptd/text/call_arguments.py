@@ -7,14 +7,11 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.passes.ir.nodes import nodes_in
 
 _REQUIRED = inspect.Parameter.empty
-_resolved: dict[tuple[object, ...], OpOverload] = {}
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -84,24 +81,10 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def resolve_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpOverload:
-    """Return the overload that ``packet(*args, **kwargs)`` would run; tensors may be on the meta device.
+    """Return the overload that ``packet(*args, **kwargs)`` would run; RuntimeError if none fits.
 
-    Raises RuntimeError if none fits. Each kind of arguments is looked up once.
+    Tensors may be on the meta device.
     """
-    key = (packet, _kind(tuple(args)), _kind(kwargs))
-    found = _resolved.get(key)
-    if found is None:
-        # Private, as torch has no public function for it; a call makes its choice here too.
-        name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
-        found = _resolved[key] = cast(OpOverload, getattr(packet, name))
-    return found
-
-
-def _kind(value: object) -> object:
-    if isinstance(value, Tensor):
-        return Tensor, value.dim() == 0, value.dtype.is_floating_point
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(_kind(item) for item in value)
-    if isinstance(value, Mapping):
-        return tuple((name, _kind(item)) for name, item in value.items())
-    return type(value)
+    # Private, as torch has no public function for it; a call makes its choice here too.
+    name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    return cast(OpOverload, getattr(packet, name))

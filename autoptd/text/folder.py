@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.manifest_json import FORMAT, from_json, to_json
-from autoptd.runtime.program.schedule import Schedule
-from autoptd.runtime.program.schedule_text import schedule_grid
+from autoptd.runtime.program.schedule import Kind, Schedule
 from autoptd.text.reader import program_filename
 
 MANIFEST, SCHEDULE, BUFFERS = "manifest.json", "schedule.txt", "buffers.safetensors"
@@ -58,6 +58,24 @@ def load_folder(path: str | Path) -> tuple[tuple[str, ...], Manifest, dict[str, 
         return texts, manifest, load_file(_existing(folder / BUFFERS))
     except SafetensorError as error:
         raise ValueError(f"{folder / BUFFERS}: {error}; save the program again") from error
+
+
+def schedule_grid(schedule: Schedule) -> str:
+    """Draw the field's grid of a schedule, with a column per pipeline rank and a row per step.
+
+    A forward and a backward take one step each, values travel in no time; sends and receives are left out.
+    """
+    order = walking_order(schedule)
+    count = max((action.stage + 1 for _, action in order), default=0)
+    times = ActionTimes({kind: [int(kind.computes)] * count for kind in Kind})
+    walked = walk(order, len(schedule), times)
+    starts = {(start, rank): str(action) for rank, action, start, _ in walked if action.kind.computes}
+    rows = [["step", *(f"rank {rank}" for rank in range(len(schedule)))]]
+    for step in range(max((step for step, _ in starts), default=-1) + 1):
+        rows.append([str(step), *(starts.get((step, rank), "") for rank in range(len(schedule)))])
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ("  ".join([row[0].rjust(first), *map(str.ljust, row[1:], others)]) for row in rows)
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def program_hash(texts: Sequence[str], manifest: Manifest) -> str:

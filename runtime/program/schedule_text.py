@@ -1,4 +1,4 @@
-"""Schedules as text: a rank's actions written compactly and read back, and the field's grid of all ranks.
+"""Schedules as text: a rank's actions written compactly and read back.
 
     warm-up: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0
     steady, 6 times, microbatch +1: 0F2 0SEND_F2 0RECV_B1 0B0
@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from autoptd.runtime.program.schedule import Action, Kind, Schedule
-from autoptd.runtime.program.schedule_check import execution_order
+from autoptd.runtime.program.schedule import Action, Kind
 
 _WIDTH = 109
 
@@ -104,39 +103,6 @@ def parse_schedule(text: str) -> tuple[Action, ...]:
         raise ValueError(f"{_line(text, end)}: the schedule ends inside a '('; {_GROUP}")
     _end_section(rows[0], section)
     return tuple(rows[0])
-
-
-def schedule_grid(schedule: Schedule) -> str:
-    """Draw a grid with a column per pipeline rank and a row per step.
-
-    A forward and a backward take one step each, values travel in no time; sends and receives are left out.
-    """
-    rows = _unit_steps(schedule)
-    num_steps = max((row[-1][0] + 1 for row in rows if row), default=0)
-    columns = [["step", *map(str, range(num_steps))]]
-    columns[0] = [cell.rjust(max(map(len, columns[0]))) for cell in columns[0]]
-    for rank, row in enumerate(rows):
-        cells = [f"rank {rank}"] + [""] * num_steps
-        for step, action in row:
-            cells[step + 1] = str(action)
-        width = max(map(len, cells))
-        columns.append([cell.ljust(width) for cell in cells])
-    return "".join("  ".join(cells).rstrip() + "\n" for cells in zip(*columns, strict=True))
-
-
-def _unit_steps(schedule: Schedule) -> list[list[tuple[int, Action]]]:
-    """List, per rank, (step, action) of each compute action when every one takes one step."""
-    rows: list[list[tuple[int, Action]]] = [[] for _ in schedule]
-    free = [0] * len(schedule)
-    arrival: dict[Action, int] = {}
-    for rank, action in execution_order(schedule):
-        if action.kind.computes:
-            step = max(free[rank], arrival.pop(action, 0))
-            rows[rank].append((step, action))
-            free[rank] = step + 1
-        elif action.kind.sends:
-            arrival[action.counterpart.compute] = free[rank]
-    return rows
 
 
 def _split_units(actions: Sequence[Action]) -> list[tuple[Action, ...]]:

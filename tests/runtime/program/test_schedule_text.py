@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoptd.runtime.program.schedule import Action, Kind, make_schedule
-from autoptd.runtime.program.schedule_text import format_schedule, parse_schedule, schedule_grid
+from autoptd.runtime.program.schedule_text import format_schedule, parse_schedule
+from autoptd.text.folder import schedule_grid
 
 GOLDEN = Path(__file__).parent / "golden"
 SHAPES = [
