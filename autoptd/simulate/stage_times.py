@@ -16,7 +16,7 @@ from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import info, shaping_arguments
-from autoptd.passes.ir.program import Stage, recomputed_groups, values_taken
+from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.mesh import Mesh
@@ -103,18 +103,14 @@ def list_calls(stages: Sequence[Stage], mesh: Mesh) -> Iterator[Collection[CallW
 
 def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, CallWork]:
     """Return the work of each call of a stage; a storage is kept by the first call, or group, that needs it."""
-    taken = {group[0]: values_taken(group) for group in ledger.groups}
-    inside = {node: group for group in ledger.groups for node in group}
-    again = {group[0]: count_bytes(ledger.saved(group)) for group in ledger.groups}
+    saved = ((group, count_bytes(ledger.saved(group))) for group in ledger.groups)
+    again = {node: size for group, size in saved for node in group}
     repeated, trained = ledger.repeated_nodes, find_trained(stage)
-    seen: set[torch.UntypedStorage] = set()
     found = {}
-    for node in ledger.nodes:
-        kept = (ledger.storages(taken.get(node, ())) if node in inside else ledger.saved([node])) - seen
-        seen |= kept
+    for node, kept in ledger.first_kept():
         forward, backward = forward_work(node), backward_work(node, trained)
-        working = ledger.differentiated(node, trained) + (again[inside[node][0]] if node in inside else 0)
-        flops = _product_flops(forward) * (2 if node in inside else 1) + _product_flops(backward)
+        working = ledger.differentiated(node, trained) + again.get(node, 0)
+        flops = _product_flops(forward) * (2 if node in again else 1) + _product_flops(backward)
         found[node] = CallWork(forward, backward, node in repeated, count_bytes(kept), working, flops)
     return found
 

@@ -34,6 +34,7 @@ class Ledger:
         self._rank = Rank.local(mesh, device=META)
         self._values: dict[fx.Node, Any] = {}
         self._saved: dict[fx.Node, list[UntypedStorage]] = {}  # of every call, in order
+        self.nodes: Collection[fx.Node] = self._saved.keys()
         self._held: set[UntypedStorage] = set()
         self._shapes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}  # how it was saved first
         self._replaced: set[UntypedStorage] = set()  # whose gradient lies in what the loss has saved
@@ -76,11 +77,6 @@ class Ledger:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return run(*args, **kwargs)
 
-    @property
-    def nodes(self) -> Iterable[fx.Node]:
-        """Return the calls of the stage."""
-        return self._saved.keys()
-
     def saved(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
         """Return the storages that `nodes` save, without parameters and batch inputs."""
         return {s for node in nodes for s in self._saved[node]} - self._held
@@ -99,23 +95,31 @@ class Ledger:
         taken = {source for group in groups for source in values_taken(group)}
         return self.saved(node for node in self.nodes if node not in inside) | self.storages(taken)
 
+    def first_kept(self) -> Iterator[tuple[fx.Node, set[UntypedStorage]]]:
+        """Yield each call of the stage and the storages that it is the first to keep for the backward.
+
+        Of a recomputed group the first call keeps all that the group takes, the others nothing.
+        """
+        taken = {group[0]: values_taken(group) for group in self.groups}
+        inside = {node for group in self.groups for node in group}
+        seen: set[UntypedStorage] = set()
+        for node in self.nodes:
+            found = self.storages(taken.get(node, ())) if node in inside else self.saved([node])
+            yield node, found - seen
+            seen |= found
+
     def itemize(self, sizes: Sizes) -> Iterator[tuple[fx.Node, Number]]:
         """Yield the first call that keeps each storage, and its bytes in numbers of `sizes`.
 
         All parts of a storage are taken to be equal.
         """
-        ends = {group[0]: group for group in self.groups}
-        inside = {node for group in self.groups for node in group}
         homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
         for node in self._values:
             for tensor in self._tensors(node):
                 if tensor_bytes(tensor) == tensor.untyped_storage().nbytes() or node.op == "placeholder":
                     homes.setdefault(tensor.untyped_storage(), (node, tensor))
-        done = set(self._held)
-        for node in self.nodes:
-            found = self.storages(values_taken(ends[node])) if node in ends else set(self._saved[node])
-            for storage in found - done if node in ends or node not in inside else ():
-                done.add(storage)
+        for node, kept in self.first_kept():
+            for storage in kept:
                 home, tensor = homes.get(storage) or self._shapes[storage]
                 times, rest = divmod(storage.nbytes(), max(1, tensor_bytes(tensor)))
                 shape = _name_shape(tensor, [home, *tensor_arguments(home)], sizes)

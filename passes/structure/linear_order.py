@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import UntypedStorage, fx
+from torch import fx
 
 from autoptd.passes.cost.durations import Durations
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.nodes import describe, info, nodes_in, walk
-from autoptd.passes.ir.program import Stage, tensor_bytes, values_taken
+from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 
 
@@ -39,17 +39,14 @@ class Row:
         self.stage = stage
         self.order = _order(stage.graph)
         self._place = {node: i for i, node in enumerate(self.order)}
-        self._placeholders = [node for node in self.order if node.op == "placeholder"]
         self.output = stage.graph.output_node()
         self.loss, *self.outputs = nodes_in(self.output.args[0])
         self.items: list[fx.Node] = []
         self.position: dict[fx.Node, int] = {}
         self.replicable: set[fx.Node] = set()
         for node in self.order:
-            bare = (s in self.replicable and not self._is_parameter(s) for s in node.all_input_nodes)
-            if node.op != "call_function" or (
-                all(bare) and node not in self.outputs
-            ):  # all stages can have it
+            bare = all(s in self.replicable and not self._is_parameter(s) for s in node.all_input_nodes)
+            if node.op != "call_function" or (bare and node not in self.outputs):  # all stages can have it
                 self.replicable.add(node)
             else:
                 self.position[node] = len(self.items)
@@ -98,23 +95,17 @@ class Row:
     def memory(self, ledger: Ledger, *, once: bool) -> RowBytes:
         """Return the bytes of each item: its parameters with their state, and what it keeps for the backward.
 
-        The first item that saves a tensor has it; of a recomputed group the first has all that the group takes,
-        the others nothing. A tied parameter counts where it is used, each time; `once`: only the first.
+        A tied parameter counts where it is used, each time; `once`: only the first.
         """
-        taken = {group[0]: values_taken(group) for group in ledger.groups}
-        inside = {node for group in ledger.groups for node in group}
-        static, activation = [], []
+        kept = {node: count_bytes(storages) for node, storages in ledger.first_kept()}
+        static: list[int] = []
         seen: set[fx.Node] = set()
-        counted: set[UntypedStorage] = set()
         for node in self.items:
             owned = [s for s in node.all_input_nodes if self._is_parameter(s) and not (once and s in seen)]
             seen.update(owned)
             static.append(sum(self._state_bytes(source) for source in owned))
-            kept = ledger.storages(taken.get(node, ())) if node in inside else ledger.saved([node])
-            activation.append(count_bytes(kept - counted))
-            counted |= kept
         working = max((count_bytes(ledger.saved(group)) for group in ledger.groups), default=0)
-        return RowBytes(static, activation, working)
+        return RowBytes(static, [kept[node] for node in self.items], working)
 
     def build_graph(
         self,
@@ -127,7 +118,7 @@ class Row:
         and the replicable nodes that these and its own `outputs` need."""
         needed = self.needed((*items, *outputs))
         graph = fx.Graph()
-        rank, *inputs = self._placeholders
+        rank, *inputs = (node for node in self.order if node.op == "placeholder")
         values = {rank: graph.node_copy(rank)}
         for node in receives:
             values[node] = graph.create_node("placeholder", node.name, name=node.name)
