@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, prod
 from os import PathLike
 from pathlib import Path
 
-from autoptd.passes.cost.cluster_file import read_record, suggest, write_tables
+from autoptd.passes.cost.cluster_file import check_values, suggest, write_tables
 from autoptd.passes.cost.work import Product, Work
+from autoptd.runtime.program.manifest_json import decode
 
 SHIPPED = Path(__file__).parent / "clusters"
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5}
@@ -148,7 +150,8 @@ class Cluster:
             raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from None
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ValueError(f"cluster file {path} is not valid TOML: {error}") from None
-        cluster = read_record(table, cls, str(path))
+        cluster: Cluster = decode(cls, table, str(path))
+        check_values(cluster, str(path))
         unknown = [key for key in cluster.device.peak_flops if key not in ITEM_BYTES]
         if unknown or not cluster.device.peak_flops:
             found = f"device.peak_flops has {unknown[0]!r}" if unknown else "device.peak_flops is empty"
@@ -276,12 +279,6 @@ def _intensity(rows: int, columns: int) -> float:
 @lru_cache
 def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
     """Return the largest tile, its halves and theirs, in both orientations."""
-    found: set[tuple[int, int]] = set()
-    pending = [(rows, columns), (columns, rows)]
-    while pending:
-        tile = pending.pop()
-        if tile in found or (found and tile[0] * tile[1] < min(SMALLEST_TILE, rows * columns)):
-            continue
-        found.add(tile)
-        pending += [(max(1, tile[0] // 2), tile[1]), (tile[0], max(1, tile[1] // 2))]
-    return tuple(sorted(found))
+    sides = [[side >> halvings or 1 for halvings in range(side.bit_length())] for side in (rows, columns)]
+    tiles = {*itertools.product(*sides), *itertools.product(*reversed(sides))}
+    return tuple(sorted(tile for tile in tiles if prod(tile) >= min(SMALLEST_TILE, rows * columns)))

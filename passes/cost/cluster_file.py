@@ -1,54 +1,25 @@
-"""The TOML file of a cluster: wrong values are refused by name, and every value is written with its source."""
+"""The TOML file of a cluster: impossible values are refused by name, and each is written with its source."""
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
 SMALLEST, LARGEST = 1e-30, 1e30  # bounds of a value, so that no time vanishes or overflows
-Made = TypeVar("Made")
 
 
-def read_record(table: Mapping[str, Any], kind: type[Made], source: str, place: str = "") -> Made:
-    """Read a `kind` from a table that has a value for each of its fields without a default, and no others."""
-    types = get_type_hints(kind)
-    for key in table:
-        if key not in types:
-            known = ", ".join(types)
-            raise ValueError(f"{source}: unknown key {place}{key}{suggest(key, types)}: expected {known}")
-    missing = [place + key for key in types if key not in table and not hasattr(kind, key)]
-    if missing:
-        raise ValueError(f"{source} lacks {', '.join(missing)}: expected a value for each")
-    return kind(**{key: _read(value, types[key], source, place + key) for key, value in table.items()})
-
-
-def _read(value: Any, wanted: Any, source: str, name: str) -> Any:
-    if wanted in (int, float):
-        return _read_number(value, wanted, source, name)
-    expected: Any = str if wanted is str else dict
-    if not isinstance(value, expected):
-        noun = "a text" if wanted is str else "a table"
-        raise ValueError(f"{source}: {name} = {value!r}: expected {noun}")
-    if wanted is str:
-        return value
-    if isinstance(wanted, type) and is_dataclass(wanted):
-        return read_record(value, wanted, source, f"{name}.")
-    return {key: _read_number(number, float, source, f"{name}.{key}") for key, number in value.items()}
-
-
-def _read_number(value: Any, kind: type, source: str, name: str) -> Any:
-    share = name.endswith("efficiency")
-    fits = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    most = 1.0 if share else LARGEST
-    if not fits or not SMALLEST <= value <= most:
-        noun = "share" if share else "whole number" if kind is int else "number"
-        least = 1 if kind is int else SMALLEST
-        raise ValueError(
-            f"{source}: {name} = {value!r}: expected a {noun} above 0, from {least:g} to {most:g}"
-        )
-    return kind(value)
+def check_values(record: Any, place: str) -> None:
+    """Raise ValueError for the first number in a dataclass or mapping that is out of bounds and not its default."""
+    for name, value in (record if isinstance(record, Mapping) else vars(record)).items():
+        if isinstance(value, Mapping) or is_dataclass(value):
+            check_values(value, f"{place}: {name}")
+        elif not isinstance(value, str) and value != getattr(type(record), name, None):
+            noun, most = ("share", 1.0) if name.endswith("efficiency") else ("number", LARGEST)
+            if not SMALLEST <= value <= most:
+                bounds = f"from {SMALLEST:g} to {most:g}"
+                raise ValueError(f"{place}: {name} is {value!r}, expected a {noun} above 0, {bounds}")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

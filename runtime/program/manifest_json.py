@@ -6,6 +6,7 @@ import json
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
+from inspect import signature
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -124,22 +125,21 @@ def _decode_fields(kind: Any, table: dict[str, Any], place: str) -> Any:
 
 def _require(names: Iterable[str], table: dict[str, Any], place: str) -> None:
     if missing := [name for name in names if name not in table]:
-        raise ValueError(f"{place}: missing {', '.join(map(repr, missing))}; save it again")
+        raise ValueError(f"{place}: missing {', '.join(map(repr, missing))}")
 
 
 @cache
 def _fields(kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The type of each field of a dataclass, and the names of those without a default."""
-    required = tuple(
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    )
-    return get_type_hints(kind), required
+    parameters = signature(kind).parameters.values()
+    return get_type_hints(kind), tuple(p.name for p in parameters if p.default is p.empty)
 
 
 def _expect(value: Any, kind: type, place: str) -> Any:
-    # JSON's true is an int to Python.
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    # JSON's true is an int to Python, and 80 is no float.
+    given = type(value) if kind in (int, float) else None
+    if given is int and kind is float:
+        return float(value)
+    if not isinstance(value, kind) or given is bool:
         raise ValueError(f"{place} is {value!r}, expected {kind.__name__}")
     return value
