@@ -159,9 +159,8 @@ def _compile(
                 if why := input_shapes.find_disagreement(first.manifest, further[-1].manifest):
                     raise ValueError(f"{why}; all shapes train the same parameters: compile this one alone")
     # Buffer values that the program of one shape relies on hold for all.
-    proved = {own.name: own for program in (first, *further) for own in program.manifest.proved}
-    ordered = tuple(proved[name] for name in sorted(proved))
-    manifest = replace(first.manifest, proved=ordered, num_shapes=len(examples))
+    proved = (pair for program in (first, *further) for pair in program.manifest.proved.items())
+    manifest = replace(first.manifest, proved=dict(sorted(proved)), num_shapes=len(examples))
     return replace(first, manifest=manifest, further=tuple(further))
 
 

@@ -11,7 +11,7 @@ from autoptd.loss import describe_inputs
 from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import boundaries
-from autoptd.runtime.program.manifest import Manifest, Proved, StageInterface
+from autoptd.runtime.program.manifest import Manifest, StageInterface
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.weights.slices import hash_values
 from autoptd.runtime.weights.submodules import name_layers
@@ -46,7 +46,7 @@ def describe_program(
         model_flops=program.model_flops,
         arguments=read_arguments(model, loss_fn),
         uninitialized=program.uninitialized,
-        proved=tuple(Proved(name, hash_values(values, dtype)) for name, values, dtype in used),
+        proved={name: hash_values(values, dtype) for name, values, dtype in used},
         scales_loss=any(getattr(value, "dtype", None) is torch.float16 for value in values),
         autocast=None if program.autocast is None else program.autocast.dtype,
         **job,

@@ -76,7 +76,7 @@ def _describe_program(program: CompiledProgram) -> dict[str, object]:
     for index, shape in enumerate(program.shapes):
         behind = f" of shape {index}" * (index > 0)
         found.update((f"input {i.name}{behind}", i) for i in shape.manifest.inputs)
-        found.update((f"argument {fixed.name}{behind}", fixed.value) for fixed in shape.manifest.fixed)
+        found.update((f"argument {name}{behind}", value) for name, value in shape.manifest.fixed.items())
         found.update((f"values of {n}{behind}", hash_values(b, b.dtype)) for n, b in shape.buffers.items())
         found.update((f"{TEXT} {rank}{behind}", text) for rank, text in enumerate(shape.texts))
     return found

@@ -31,7 +31,7 @@ def mark_expanded(
     found = _list_dropouts(program)
     if not found or all(i.batch_dim is None or i.shape[i.batch_dim] > 1 for i in program.inputs):
         return program
-    inputs: dict[str, Any] = {i.name: decode_value(i.value, i.name) for i in program.fixed}
+    inputs: dict[str, Any] = {n: decode_value(value, n) for n, value in program.fixed.items()}
     for i in program.inputs:
         shape = [2 * n if d == i.batch_dim else n for d, n in enumerate(i.shape)]
         inputs[i.name] = torch.empty(shape, dtype=i.dtype, device="meta")

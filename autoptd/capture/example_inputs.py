@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # private, with no public twin
 
-from autoptd.runtime.program.manifest import Fixed, Input, Manifest
+from autoptd.runtime.program.manifest import Input, Manifest
 from autoptd.runtime.program.tagged_json import decode_value, encode_value
 from autoptd.runtime.user_warnings import warn_caller
 
@@ -33,9 +33,9 @@ class Examples:
     targets: tuple[str, ...]
 
     @property
-    def fixed(self) -> tuple[Fixed, ...]:
+    def fixed(self) -> dict[str, Any]:
         """Return the arguments that are not tensors, for the manifest. Raises TypeError if it cannot hold one."""
-        return tuple(Fixed(n, encode_value(v, f"example input {n!r}")) for n, v in self.constants.items())
+        return {n: encode_value(value, f"example input {n!r}") for n, value in self.constants.items()}
 
 
 def read_examples(
@@ -106,7 +106,7 @@ def _warn_of_packing(given: Mapping[str, Any]) -> None:
 def make_example(manifest: Manifest) -> dict[str, Any]:
     """Return one microbatch as compiled: tensors without values, and the fixed arguments."""
     tensors = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
-    return tensors | {fixed.name: decode_value(fixed.value, fixed.name) for fixed in manifest.fixed}
+    return tensors | {name: decode_value(value, name) for name, value in manifest.fixed.items()}
 
 
 def read_arguments(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
     tensor = manifest.mesh.tensor
     if tensor == 1:
         return ()
-    rules = read_rules(dict(manifest.rules))
+    rules = read_rules(manifest.rules)
     walks: list[StageWalk] = []
     arriving: list[proof.Found] = []
     for index, stage in enumerate(stages):

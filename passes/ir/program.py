@@ -12,7 +12,7 @@ from torch import fx
 
 from autoptd.passes.ir.autocast import Autocast
 from autoptd.passes.ir.nodes import info, nodes_in, walk
-from autoptd.runtime.program.manifest import Fixed, Input, Output
+from autoptd.runtime.program.manifest import Input, Output
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
 
@@ -40,8 +40,7 @@ class Program:
     the meta device are absent. `proved` are the user's buffers whose values a pass decided by, so that the program
     holds for these values only. `symbols` names the model's dimensions (a `DimensionSymbols` of tensor_parallel,
     or None). `uninitialized` says why nobody knows how the weights begin, where they have none. `autocast` is the
-    context around `compile`. `model_flops` as in the manifest. `fixed` are the arguments of a call that are no tensors.
-    `rules` are the user's sharding rules: the name of an operator, and its text.
+    context around `compile`. `model_flops`, `fixed` and `rules` as in the manifest.
     """
 
     mesh: Mesh
@@ -56,8 +55,8 @@ class Program:
     symbols: Any = field(default=None, compare=False, repr=False)
     model_flops: int = 0
     autocast: Autocast | None = None
-    fixed: tuple[Fixed, ...] = ()
-    rules: tuple[tuple[str, str], ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    rules: Mapping[str, str] = field(default_factory=dict)
 
     def replace_stages(
         self, stages: tuple[Stage, ...], entry: str, *, proved: frozenset[str] = frozenset()

@@ -68,8 +68,8 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     )
     whole = replace(stage, graph=graph, parameters=parameters)
     symbols = name_dimensions(program, axis_map, divided, localizer.named)
-    named, log = tuple(name_rules(rules or {}).items()), (*program.log, entry, *notes)
-    return replace(program, stages=(whole,), symbols=symbols, log=log, rules=named)
+    log = (*program.log, entry, *notes)
+    return replace(program, stages=(whole,), symbols=symbols, log=log, rules=name_rules(rules or {}))
 
 
 def find_batch(inputs: tuple[Input, ...], axis_map: AxisMap) -> tuple[tuple[Input, ...], set[Axis]]:

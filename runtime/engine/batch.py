@@ -38,7 +38,7 @@ def bind_batch(
 def call_signature(manifest: Manifest) -> inspect.Signature:
     """Return the signature of a call, with the names of the model's own forward: those too that must be None."""
     values = dict.fromkeys((*manifest.arguments, *(value.name for value in manifest.inputs)))
-    values |= {argument.name: decode_value(argument.value, argument.name) for argument in manifest.fixed}
+    values |= {name: decode_value(value, name) for name, value in manifest.fixed.items()}
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     given = [inspect.Parameter(name, kind, default=value) for name, value in values.items()]
     own, others = (f"{name}{'_' * (name in values)}" for name in ("self", "others"))
@@ -49,7 +49,7 @@ def call_signature(manifest: Manifest) -> inspect.Signature:
 def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arguments by the names of the program's inputs, each once."""
     names = [i.name for i in manifest.inputs]
-    known = {*names, *(argument.name for argument in manifest.fixed)}
+    known = {*names, *manifest.fixed}
     order = manifest.arguments or tuple(names)
     if len(args) > len(order):
         raise TypeError(f"{len(args)} positional arguments: the model takes {len(order)}, {', '.join(order)}")
@@ -81,14 +81,14 @@ def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
-    for argument in manifest.fixed:
-        name, value = argument.name, given.get(argument.name)
+    for name, fixed in manifest.fixed.items():
+        value = given.get(name)
         try:
-            same = name not in given or _is_alike(encode_value(value, name), argument.value)
+            same = name not in given or _is_alike(encode_value(value, name), fixed)
         except TypeError:
             same = False
         if not same:
-            compiled = decode_value(argument.value, name)
+            compiled = decode_value(fixed, name)
             raise ValueError(
                 f"argument {name} is {show(value)}, but the program was compiled with {show(compiled)}, which is a "
                 "part of it: leave it out, or compile with example_inputs that have the other value"

@@ -34,14 +34,6 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """An argument that is no tensor, and the value, as `encode_value` gives it, that the program was compiled with."""
-
-    name: str
-    value: Any
-
-
-@dataclass(frozen=True)
 class Boundary:
     """One tensor that crosses from a stage to the next, as one tensor rank holds it.
 
@@ -110,17 +102,6 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Proved:
-    """A buffer whose values were compiled into the program: it holds for the values with this hash only.
-
-    `digest` is what ``runtime.weights.hash_values`` gives.
-    """
-
-    name: str
-    digest: str
-
-
-@dataclass(frozen=True)
 class Manifest:
     """The plan in numbers: mesh, schedule, batch, stage interfaces, parameters.
 
@@ -132,8 +113,10 @@ class Manifest:
     With `scales_loss` something is computed in float16, whose range gradients need scaling for. `autocast` is the dtype
     of the autocast that was on around compile, whose casts the programs have. `model_flops` are those of one
     microbatch's products in the plain model, forward and backward: on any mesh the same. Of a model compiled for
-    several input shapes, `shape` is the number of this one, and the first knows their number `num_shapes`; `proved` is
-    of all. `rules` are the user's sharding rules, by which check proves custom operators.
+    several input shapes, `shape` is the number of this one, and the first knows their number `num_shapes`. `fixed` are
+    the arguments that are no tensors, and their values as `encode_value` gives them. `proved` are the buffers whose
+    values were compiled into the program of any shape, and the hashes of these (``runtime.weights.hash_values``): it
+    holds for no others. `rules` are the user's sharding rules, by which check proves custom operators.
     """
 
     mesh: Mesh
@@ -150,17 +133,17 @@ class Manifest:
     output: Output
     layers: Mapping[str, str] = field(default_factory=dict)
     training: bool = True
-    fixed: tuple[Fixed, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     transient: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     uninitialized: str = ""
-    proved: tuple[Proved, ...] = ()
+    proved: Mapping[str, str] = field(default_factory=dict)
     scales_loss: bool = False
     autocast: torch.dtype | None = None
     model_flops: int = 0
     shape: int = 0
     num_shapes: int = 1
-    rules: tuple[tuple[str, str], ...] = ()
+    rules: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weighing_labels(self) -> Input | None:

@@ -133,20 +133,18 @@ def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
 
 def hash_parts(manifest: Manifest, slices: Slices) -> dict[str, str]:
     """Return a hash of each of a rank's `slices` of a divided buffer that the program was proved with."""
-    known = {proved.name: manifest.parameters[proved.name] for proved in manifest.proved}
-    return {
-        n: hash_values(slices[n], p.dtype) for n, p in known.items() if p.placement.is_divided and n in slices
-    }
+    known = {name: manifest.parameters[name] for name in manifest.proved if name in slices}
+    return {n: hash_values(slices[n], p.dtype) for n, p in known.items() if p.placement.is_divided}
 
 
 def check_proof(manifest: Manifest, tensors: Weights, parts: Mapping[str, str] | None = None) -> None:
     """Raise ValueError for other values of a buffer than the program was proved with; `parts` are of `hash_parts`."""
-    for proved in manifest.proved:
-        known = manifest.parameters[proved.name]
-        for name in all_names(manifest, proved.name):
+    for proved, whole in manifest.proved.items():
+        known = manifest.parameters[proved]
+        for name in all_names(manifest, proved):
             given = tensors.get(name)
             part = given is not None and known.placement.is_divided and tuple(given.shape) != known.shape
-            digest = (parts or {}).get(proved.name) if part else proved.digest
+            digest = (parts or {}).get(proved) if part else whole
             if given is None or given.is_meta or digest is None:
                 continue
             if hash_values(read_whole(given), known.dtype) != digest:

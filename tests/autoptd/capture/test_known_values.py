@@ -75,7 +75,7 @@ def test_values_of_constants_are_read(middle: Middle, proved: list[str]) -> None
     program = compile_reading(middle)
     assert program.verify().passed
     assert not [line for line in program.log if "evaluation" in line]
-    assert [own.name for own in program.manifest.proved] == proved
+    assert [*program.manifest.proved] == proved
     assert program.model is not None
     other = program.model.state_dict() | {"cos": torch.zeros(3)}
     if proved:

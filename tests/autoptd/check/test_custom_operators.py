@@ -59,10 +59,10 @@ def test_a_saved_program_is_proved_by_the_rules_it_was_made_with(
 ) -> None:
     program.save(tmp_path)
     loaded = autoptd.load(tmp_path)
-    assert loaded.manifest.rules == (
-        ("autoptd_check_test.scale", "b f, f -> b f"),
-        ("autoptd_check_test.contract", "b f, f h -> b h"),
-    )
+    assert loaded.manifest.rules == {
+        "autoptd_check_test.scale": "b f, f -> b f",
+        "autoptd_check_test.contract": "b f, f h -> b h",
+    }
     assert loaded.check() == ()
 
 
@@ -80,7 +80,7 @@ def test_a_saved_program_is_proved_by_the_rules_it_was_made_with(
 def test_a_program_that_contradicts_a_rule_is_refused(
     program: autoptd.CompiledProgram, rule: tuple[str, str], message: str
 ) -> None:
-    rules = dict(program.manifest.rules) | dict([rule])
-    other = replace(program, manifest=replace(program.manifest, rules=tuple(rules.items())))
+    rules = {**program.manifest.rules, rule[0]: rule[1]}
+    other = replace(program, manifest=replace(program.manifest, rules=rules))
     with pytest.raises(ProgramError, match=message):
         other.check()
