@@ -66,7 +66,11 @@ def _find_groups(
     else:
         stacks = find_stacks(program)
         if not stacks:
-            raise ValueError(_explain_unlike(program, recompute))
+            raise ValueError(
+                f"recompute={recompute!r} keeps the inputs of repeated layers, and the model has none: expected two "
+                "or more with parameters, the same operators and shapes, and a single differentiable value in "
+                'between; otherwise use recompute="none" or recompute="selective"'
+            )
         layers = [layer for stack in stacks for layer in stack]
         size = _choose_size(recompute, layers, ledgers)
         found = [
@@ -100,16 +104,6 @@ def _choose_size(recompute: str | int, layers: Sequence[Layer], ledgers: Sequenc
     inside = count_bytes(ledgers[index].saved(largest))
     given = count_bytes(ledgers[index].storages(values_taken(largest)))
     return min(range(1, len(own) + 1), key=lambda size: ceil(len(own) / size) * given + size * inside)
-
-
-def _explain_unlike(program: Program, recompute: str | int) -> str:
-    calls = sum(n.op == "call_function" for stage in program.stages for n in stage.graph.nodes)
-    return (
-        f"recompute={recompute!r} keeps the inputs of repeated layers, and the model has none: none of its {calls} "
-        "calls begins a sequence with parameters that is repeated with a single differentiable value in between. "
-        'Expected at least two layers with the same operators and shapes; otherwise use recompute="none" or '
-        'recompute="selective"'
-    )
 
 
 # Attention

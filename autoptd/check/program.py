@@ -1,6 +1,7 @@
 """Prove statically, over all ranks, that the parts of a program agree."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from autoptd.passes.ir.program import Stage, constants_made
 from autoptd.passes.operators.proof import PlacementError
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Placement, Shard
+from autoptd.runtime.program.placement import Parameter, Partial, Placement, Shard
 from autoptd.runtime.program.schedule import Schedule, compute_order, peak_in_flight
 from autoptd.runtime.program.schedule_check import ScheduleError, check_schedule
 from autoptd.runtime.user_warnings import warn_caller
@@ -74,12 +75,10 @@ def check_program(manifest: Manifest, stages: Sequence[Stage], schedule: Schedul
     """
     _check_schedule(manifest, schedule)
     for parameter in manifest.parameters.values():
-        _check_axes(f"parameter {parameter.name}{list(parameter.shape)}", parameter.placement, manifest.mesh)
-        for axis, placement in parameter.placement.items():
-            _check_placement(parameter, axis, placement, manifest.mesh)
+        _check_placement(parameter, manifest.mesh)
     _check_aliases(manifest)
+    _check_boundaries(manifest)
     for stage, interface in zip(stages, manifest.stages, strict=True):
-        _check_boundary(interface, manifest)
         _check_constants(stage, interface, manifest)
         _check_results(stage, interface, manifest)
     try:
@@ -122,26 +121,26 @@ def _check_axes(what: str, placement: Placement, mesh: Mesh) -> None:
             )
 
 
-def _check_placement(parameter: Parameter, axis: str, placement: AxisPlacement, mesh: Mesh) -> None:
-    shape, dim = parameter.shape, placement.dim
-    name = f"parameter {parameter.name}{list(shape)}"
-    if dim is None:
-        return
-    if not 0 <= dim < len(shape):
-        raise ProgramError(f"{name} is divided along dimension {dim}, which does not exist")
-    rows = sum(segment.rows for segment in placement.segments)
-    extent = rows if placement.extent is None else placement.extent
-    if extent != shape[dim] or extent > rows:
-        raise ProgramError(
-            f"{name}: its placement has {rows} rows of {extent} without padding, expected {shape[dim]} of dimension "
-            f"{dim}; correct its placement in the manifest"
-        )
-    for segment in placement.segments:
-        if segment.divided and segment.size % mesh.axes[axis]:
+def _check_placement(parameter: Parameter, mesh: Mesh) -> None:
+    shape, name = parameter.shape, f"parameter {parameter.name}{list(parameter.shape)}"
+    _check_axes(name, parameter.placement, mesh)
+    for axis, placement in parameter.placement.items():
+        dim, rows = placement.dim, sum(segment.rows for segment in placement.segments)
+        if dim is None:
+            continue
+        if not 0 <= dim < len(shape):
+            raise ProgramError(f"{name} is divided along dimension {dim}, which does not exist")
+        if placement.padding < 0 or rows - placement.padding != shape[dim]:
             raise ProgramError(
-                f"{name}: a segment of {segment.outer} x {segment.size} x {segment.inner} rows does not divide over "
-                f"{axis}={mesh.axes[axis]}; leave it undivided, or compile for a size that divides {segment.size}"
+                f"{name}: its placement has {rows} rows, {placement.padding} of padding, expected {shape[dim]} of "
+                f"dimension {dim}; correct its placement in the manifest"
             )
+        for segment in placement.segments:
+            if segment.divided and segment.size % mesh.axes[axis]:
+                raise ProgramError(
+                    f"{name}: a segment of {segment.outer} x {segment.size} x {segment.inner} rows does not divide "
+                    f"over {axis}={mesh.axes[axis]}; leave it undivided, or compile for a size that divides it"
+                )
 
 
 def _check_aliases(manifest: Manifest) -> None:
@@ -162,27 +161,28 @@ def _check_constants(stage: Stage, interface: StageInterface, manifest: Manifest
             )
 
 
-def _check_boundary(receiver: StageInterface, manifest: Manifest) -> None:
-    """Raise `ProgramError` unless a stage and the one before list the same values of their boundary in order."""
-    if receiver.index == 0:
-        if receiver.receives:
-            raise ProgramError(f"stage 0 is the first and receives {_names(receiver.receives)} from nowhere")
-        return
-    sends = manifest.stages[receiver.index - 1].sends
-    at = f"boundary between stages {receiver.index - 1} and {receiver.index}"
-    if len(sends) != len(receiver.receives):
+def _check_boundaries(manifest: Manifest) -> None:
+    """Raise `ProgramError` unless a stage and the next list the same values of their boundary in order."""
+    if given := manifest.stages[0].receives:
+        raise ProgramError(f"stage 0 is the first and receives {_names(given)} from nowhere")
+    if left := manifest.stages[-1].sends:
         raise ProgramError(
-            f"{at}: {len(sends)} values are sent ({_names(sends)}), {len(receiver.receives)} received "
-            f"({_names(receiver.receives)})"
+            f"stage {len(manifest.stages) - 1} is the last and sends {_names(left)} to nowhere"
         )
-    for number, (sent, received) in enumerate(zip(sends, receiver.receives, strict=True)):
-        _check_axes(f"{at}: {sent.name}", sent.placement, manifest.mesh)
-        for name in ("name", "shape", "dtype", "requires_grad", "placement"):
-            if getattr(sent, name) != getattr(received, name):
-                raise ProgramError(
-                    f"{at}: value {number} is sent with {name} {getattr(sent, name)} and received with "
-                    f"{name} {getattr(received, name)}; correct one of the two in the manifest"
-                )
+    for sender, receiver in pairwise(manifest.stages):
+        sends, receives = sender.sends, receiver.receives
+        at = f"boundary between stages {sender.index} and {receiver.index}"
+        if len(sends) != len(receives):
+            sides = f"{len(sends)} values are sent ({_names(sends)}), {len(receives)} received ({_names(receives)})"
+            raise ProgramError(f"{at}: {sides}")
+        for number, (sent, received) in enumerate(zip(sends, receives, strict=True)):
+            _check_axes(f"{at}: {sent.name}", sent.placement, manifest.mesh)
+            for name, value in vars(sent).items():
+                if value != getattr(received, name):
+                    raise ProgramError(
+                        f"{at}: value {number} is sent with {name} {value} and received with {name} "
+                        f"{getattr(received, name)}; correct one of the two in the manifest"
+                    )
 
 
 def _names(boundaries: Sequence[Boundary]) -> str:
@@ -201,8 +201,6 @@ def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) 
             if found != expected:
                 raise ProgramError(f"{at}: {place(node)} is {found}; the output {result.name} is {expected}")
     if interface.index == len(manifest.stages) - 1:
-        if interface.sends:
-            raise ProgramError(f"{at} is the last and sends {_names(interface.sends)} to nowhere")
         value = results[0].meta["val"] if len(results) == 1 else None
         if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
             shown = ", ".join(f"{place(n)} {_describe(n.meta['val'])}" for n in results)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from autoptd.options import check_counts
+from autoptd.options import check_counts, check_modes
 from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.runtime.program.schedule import COMPUTING, make_schedule
@@ -42,6 +42,7 @@ def simulate_schedule(
     a schedule that cannot be.
     """
     check_counts(p=p, m=m, v=v)
+    check_modes(schedule=name)
     schedule = make_schedule(name, p, m, v)
     given = {"forward_seconds": forward_seconds, "backward_seconds": backward_seconds}
     for keyword, seconds in (given | {"transfer_seconds": transfer_seconds}).items():

@@ -51,7 +51,7 @@ class CostSequence:
     A stage from place a to place b costs ``end[b] - start[a]``, transfers at its two cuts included, and has
     work in it if ``a < before[b]``. `places` are positions in the caller's sequence; `static` and
     `activation` are the bytes of all items before a place. `in_flight` is [moments, stages]; `reserved` [stages] are
-    further bytes of a rank, with its first stage. `limit` is None where memory is not limited.
+    further bytes of a rank, with its first stage. `limit` is `UNLIMITED` where memory is not limited.
     """
 
     places: Ints
@@ -62,7 +62,7 @@ class CostSequence:
     activation: Ints
     in_flight: Ints
     reserved: Ints
-    limit: int | None
+    limit: int
     num_ranks: int
 
     @property
@@ -105,7 +105,7 @@ class CostSequence:
         return int(self.rank_sums(self.stage_bytes(cut)).max())
 
     def fits(self, cut: Ints) -> bool:
-        return self.limit is None or self.fullest(cut) <= self.limit
+        return self.fullest(cut) <= self.limit
 
     def take(self, kept: Ints) -> CostSequence:
         """Return the same sequence with the places of numbers `kept` only (ascending)."""
@@ -119,14 +119,11 @@ def fold(
     costs: Sequence[int], boundary_costs: Prices, memory: Memory | None, num_stages: int, num_ranks: int
 ) -> CostSequence:
     """Keep one place in each run of items that cost and hold nothing: the cheapest, the first of equals."""
-    work, static, activation = (np.zeros(len(costs) + 1, np.int64) for _ in range(3))
-    work[1:] = np.cumsum(np.asarray(costs, np.int64))
-    in_flight, reserved = np.zeros((1, num_stages), np.int64), np.zeros(num_stages, np.int64)
-    if memory is not None:
-        static[1:] = np.cumsum(np.asarray(memory.static, np.int64))
-        activation[1:] = np.cumsum(np.asarray(memory.activation, np.int64))
-        in_flight = np.asarray(memory.in_flight, np.int64)
-        reserved[:num_ranks] = memory.reserved
+    none = [0] * len(costs)
+    known = memory or Memory(none, none, [[0] * num_stages], [0] * num_ranks, UNLIMITED)
+    rows = (np.asarray(row, np.int64) for row in (costs, known.static, known.activation))
+    work, static, activation = (np.pad(row.cumsum(), (1, 0)) for row in rows)
+    reserved = np.pad(np.asarray(known.reserved, np.int64), (0, num_stages - num_ranks))
     prices = np.array([UNLIMITED if cost is None else cost for cost in boundary_costs], np.int64)
     inside = np.flatnonzero((prices < UNLIMITED) & (work[:-1] > 0) & (work[:-1] < work[-1]))
     alike = [row[inside][1:] == row[inside][:-1] for row in (work, static, activation)]  # none ever falls
@@ -137,9 +134,8 @@ def fold(
     added = np.concatenate([[0], prices[cheapest], [0]])
     work = work[places]
     before = np.searchsorted(work, work, "left")
-    held = static[places], activation[places], in_flight, reserved
-    limit = None if memory is None else memory.limit
-    return CostSequence(places, work - added, work + added, before, *held, limit, num_ranks)
+    held = static[places], activation[places], np.asarray(known.in_flight, np.int64), reserved
+    return CostSequence(places, work - added, work + added, before, *held, known.limit, num_ranks)
 
 
 def undominated(sequence: CostSequence, kept: Ints) -> Ints:
@@ -241,7 +237,7 @@ def _divide_time(floors: Ints, time: int) -> Ints:
     return limits
 
 
-def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Ints, room: Ints | None) -> Ints:
+def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Ints, room: Ints) -> Ints:
     """Move the cuts inside stages [first, last) to the least sum of squared stage costs.
 
     That is to even stages and narrow boundaries; in a window round `cut`, and keeping each stage's limit of
@@ -256,10 +252,9 @@ def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Int
             ends = np.arange(max(near - REACH, cut[first]), min(near + REACH, cut[last]) + 1)
         cost = sequence.end[ends][None, :] - sequence.start[starts][:, None]
         allowed = (cost <= limits[stage]) & (starts[:, None] < sequence.before[ends][None, :])
-        if room is not None:
-            for microbatches, most in zip(sequence.in_flight[:, stage].tolist(), room[:, stage], strict=True):
-                held = sequence.held(microbatches)
-                allowed &= held[ends][None, :] - held[starts][:, None] <= most
+        for microbatches, most in zip(sequence.in_flight[:, stage].tolist(), room[:, stage], strict=True):
+            held = sequence.held(microbatches)
+            allowed &= held[ends][None, :] - held[starts][:, None] <= most
         total = np.where(allowed, score[:, None] + cost.astype(np.float64) ** 2, np.inf)
         parent = total.argmin(0)
         score = total[parent, np.arange(len(ends))]

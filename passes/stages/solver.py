@@ -110,7 +110,7 @@ def _first_cut(sequence: CostSequence) -> Ints:
     """
     fastest = cost_sequence.minimize_slowest_stage(sequence, None)
     assert fastest is not None, "there are as many units as stages"
-    if sequence.limit is None or sequence.fits(fastest):
+    if sequence.fits(fastest):
         return fastest
     shares = [np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest).max(0) + 1]
     del shares[sequence.num_stages // sequence.num_ranks :]  # one chunk has all of its rank's
@@ -167,13 +167,13 @@ def _improve(
     for _ in range(ROUNDS):
         fits = places.fits(cut)
         search = _Search(places, cut, window, ceiling if fits else UNLIMITED, bound)
-        if places.limit is not None:
+        if places.limit < UNLIMITED:
             search.limit_memory(places.limit)
         found, optimal = search.solve(effort)
         if found is None:
             return kept[cut], bound, method or "dynamic programme; CP-SAT found nothing within its limit"
         method = "CP-SAT, optimal" if whole and optimal else "CP-SAT in a window"
-        if whole and optimal and search.exact and ceiling == UNLIMITED and places.limit is None:
+        if whole and optimal and search.exact and ceiling == UNLIMITED and places.limit == UNLIMITED:
             bound = places.bottleneck(found)
         gain = places.bottleneck(cut) - places.bottleneck(found)
         if fits and gain <= 0:
@@ -198,9 +198,7 @@ def _even(sequence: CostSequence, cut: Ints) -> Ints:
         for first in range(0, sequence.num_stages, max(1, (ranks + 1) // 2)):
             last = min(sequence.num_stages, first + ranks)
             limits = np.minimum(slowest - sequence.others(sequence.stage_costs(cut)), ceiling)
-            room = None
-            if sequence.limit is not None:
-                room = sequence.limit - sequence.others(sequence.stage_bytes(cut)) - sequence.reserved
+            room = sequence.limit - sequence.others(sequence.stage_bytes(cut)) - sequence.reserved
             cut = cost_sequence.smooth(sequence, cut, first, last, limits, room)
         if np.array_equal(before, cut):
             break
@@ -209,7 +207,7 @@ def _even(sequence: CostSequence, cut: Ints) -> Ints:
 
 def _describe_overflow(sequence: CostSequence, cut: Ints) -> str:
     """Describe which stage of which rank breaks the limit in the best cut found, and a way out."""
-    held, limit = sequence.stage_bytes(cut), sequence.limit or 0
+    held, limit = sequence.stage_bytes(cut), sequence.limit
     on_rank = sequence.rank_sums(held)
     moment, rank = (int(i) for i in np.unravel_index(on_rank.argmax(), on_rank.shape))
     held, reserved = held - sequence.reserved, int(sequence.reserved[rank])

@@ -398,7 +398,7 @@ def test_a_wrong_placement_is_named(program: CompiledProgram) -> None:
     name = "h.0.mlp.c_fc.weight"
     short = Placement(tensor=Shard(0, (Segment(1, 126, 1, True),)))
     assert refusal(program, **with_parameter(program, name, placement=short)) == (
-        "parameter h.0.mlp.c_fc.weight[128, 32]: its placement has 126 rows of 126 without padding, "
+        "parameter h.0.mlp.c_fc.weight[128, 32]: its placement has 126 rows, 0 of padding, "
         "expected 128 of dimension 0; correct its placement in the manifest"
     )
     odd = Placement(tensor=Shard(0, (Segment(1, 127, 1, True), Segment(1, 1, 1, False))))
@@ -406,7 +406,7 @@ def test_a_wrong_placement_is_named(program: CompiledProgram) -> None:
         program, **with_parameter(program, name, placement=odd)
     )
     rows = (Segment(1, 126, 1, True),)
-    assert "its placement has 126 rows of 128 without padding" in refusal(
+    assert "its placement has 126 rows, -2 of padding" in refusal(
         program, **with_parameter(program, name, placement=Placement(tensor=Shard(0, rows, 128)))
     )
     for wrong in (

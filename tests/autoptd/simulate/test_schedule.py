@@ -95,6 +95,15 @@ def test_times_that_cannot_be(times: tuple[Any, Any, Any], message: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("name", "nearest"), [("interleaved", "interleaved_1f1b"), ("1F1B", "1f1b"), ("gpip", "gpipe")]
+)
+def test_an_unknown_schedule(name: str, nearest: str) -> None:
+    message = f"unknown schedule '{name}'; did you mean '{nearest}'\\? Known schedules: gpipe, 1f1b, inter"
+    with pytest.raises(ValueError, match=message):
+        simulate_schedule(name, p=4, m=8, forward_seconds=1, backward_seconds=1)
+
+
+@pytest.mark.parametrize(
     ("name", "count"), [("v", 0), ("p", "2"), ("p", 2.0), ("p", True), ("m", 4.0), ("v", None)]
 )
 def test_counts_that_cannot_be(name: str, count: Any) -> None:

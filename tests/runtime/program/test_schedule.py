@@ -66,8 +66,6 @@ def test_counterparts_are_mutual() -> None:
     for token, other in (("1SEND_F3", "2RECV_F3"), ("1SEND_B3", "0RECV_B3")):
         assert Action.parse(token).counterpart == Action.parse(other)
         assert Action.parse(other).counterpart == Action.parse(token)
-    with pytest.raises(ValueError, match="1F0 computes: only a send or a receive has a counterpart"):
-        Action(1, Kind("F"), 0).counterpart  # noqa: B018
 
 
 def test_one_rank_of_1f1b_in_full() -> None:
@@ -214,12 +212,6 @@ def test_forwards_run_alone() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (("interleaved", 4, 8, 2), "schedule='interleaved' is unknown: did you mean 'interleaved_1f1b'?"),
-        (("1F1B", 4, 8, 1), "schedule='1F1B' is unknown: did you mean '1f1b'?"),
-        (
-            ("gpip", 4, 8, 1),
-            "schedule='gpip' is unknown: did you mean 'gpipe'? Known: gpipe, 1f1b, interleaved_1f1b",
-        ),
         (
             ("1f1b", 4, 8, 2),
             "schedule='1f1b' runs one model chunk per pipeline rank, not 2: use schedule='interleaved_1f1b' "
