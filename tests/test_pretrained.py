@@ -248,10 +248,9 @@ def test_a_rank_reads_what_it_keeps_and_nothing_else(
         rank = Rank.local(mesh, mesh.coordinates(number))
         count_elements.clear()
         weights = read_weights(tmp_path / "folder", program.buffers)
-        slices = take_slices(manifest, rank, read_constants(program, number), weights)
-        own = take_slices(
-            manifest, rank, read_constants(program, number), read_weights(model, program.buffers)
-        )
+        slices = take_slices(manifest, rank, read_constants(program, number), weights, False, ())
+        given = read_weights(model, program.buffers)
+        own = take_slices(manifest, rank, read_constants(program, number), given, False, ())
         for kept, slice_ in slices.items():
             assert torch.equal(slice_, own[kept]), kept
         assert +count_elements == +count_kept(manifest, rank, slices)

@@ -14,7 +14,7 @@ import numpy as np
 from autoptd.passes.cost.durations import Durations, Seconds
 from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import tensor_bytes
-from autoptd.passes.stages.choice import ItemTimes, choose_cut
+from autoptd.passes.stages.choice import ItemTimes, Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory, fold
 from autoptd.passes.stages.cut import Found, make_boundary, name_held
 from autoptd.passes.stages.fused_order import FusedOrder, make_times
@@ -151,12 +151,12 @@ class LayerCosts:
         times = self._item_times(mesh)
         key = mesh.pipeline, chunks, times is self._items.get(True), search
         if key not in self._cuts:
-            size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
             if search is None:
+                size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
                 cut = cut_sequence(times.costs, times.boundary_costs, **size, effort=0.0)
             else:
-                size |= {"schedule": search[0], "num_microbatches": search[1]}
-                cut = choose_cut(times, None, **size).cut
+                schedule, count = search
+                cut = choose_cut(Pipeline(times, schedule, mesh.pipeline, count, chunks), None).cut
             self._cuts[key] = cut.positions
         return self._cuts[key]
 

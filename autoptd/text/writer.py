@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from torch import fx
 
@@ -108,8 +107,7 @@ def _crossing(manifest: Manifest, boundary: Boundary, done: str) -> str:
 
 
 def _write_return(manifest: Manifest, interface: StageInterface, output: fx.Node, names: Names) -> list[str]:
-    value, tensor = output.args[0], manifest.mesh.tensor
-    values: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
+    values, tensor = nodes_in(output.args[0]), manifest.mesh.tensor
     codes = [write_value(node, names) for node in values]
     to = f"to stage {interface.index + 1}, "
     notes = [to + _crossing(manifest, boundary, "scattered") for boundary in interface.sends] or [""]

@@ -114,35 +114,25 @@ class Choice:
         return f"{text}: one with a slowest rank {lighter:.1%} lighter takes {longer:.1%} longer"
 
 
-def choose_cut(
-    times: ItemTimes,
-    memory: Memory | None,
-    *,
-    num_stages: int,
-    num_pipeline_ranks: int,
-    schedule: str,
-    num_microbatches: int,
-) -> Choice:
+def choose_cut(pipeline: Pipeline, memory: Memory | None) -> Choice:
     """Return the cut whose simulated step is shortest, among those that fit in memory if any does.
 
     With one chunk per rank it is the cut with the fastest slowest rank, which a dynamic programme finds. With several,
     the cut of each of the `SEARCHES` is moved as long as its step becomes shorter, and the best is taken. Raises
     ValueError for more stages than units (see `cut_sequence`).
     """
-    rows = times.costs, times.boundary_costs
-    size: Any = {"num_stages": num_stages, "num_pipeline_ranks": num_pipeline_ranks}
+    rows, p, v = (pipeline.times.costs, pipeline.times.boundary_costs), pipeline.p, pipeline.v
     found: dict[tuple[int, ...], Cut] = {}
-    chunks = num_stages // num_pipeline_ranks
-    pipeline = Pipeline(times, schedule, num_pipeline_ranks, num_microbatches, chunks)
-    for ceiling, effort in SEARCHES[: 1 if chunks == 1 else 3 if pipeline.moves else 2]:
-        cut = cut_sequence(*rows, memory, **size, stage_ceiling=ceiling, effort=effort)
+    for ceiling, effort in SEARCHES[: 1 if v == 1 else 3 if pipeline.moves else 2]:
+        search: Any = {"stage_ceiling": ceiling, "effort": effort}
+        cut = cut_sequence(*rows, memory, num_stages=p * v, num_pipeline_ranks=p, **search)
         found.setdefault(cut.positions, cut)
     fitting = [cut for cut in found.values() if not cut.overflow] or list(found.values())
-    if chunks == 1 or num_pipeline_ranks == 1:
+    if v == 1 or p == 1:
         return Choice(fitting[0], 0, fitting[0], 0)
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
     lightest = min(range(len(fitting)), key=lambda i: (fitting[i].bottleneck, steps[i]))
-    sequence = fold(*rows, None if fitting[0].overflow else memory, num_stages, num_pipeline_ranks)
+    sequence = fold(*rows, None if fitting[0].overflow else memory, p * v, p)
     moved = [_move(cut, step, pipeline, sequence) for cut, step in zip(fitting, steps, strict=True)]
     cut, step = min(moved, key=lambda found: (found[1], found[0].bottleneck))
     return Choice(cut, step, fitting[lightest], steps[lightest])

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import fx
 
@@ -17,7 +17,7 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.nodes import info, wants_gradient, where
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
-from autoptd.passes.stages.choice import Choice, choose_cut
+from autoptd.passes.stages.choice import Choice, Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.structure.linear_order import Row
@@ -73,8 +73,8 @@ def find_cut(
         alive = live_microbatches(actions, num_stages, lasting=cluster.device.has_graphs)
         reserved = [working + more for more in reserved_bytes or [0] * pipeline]
         memory = Memory(static, activation, alive, reserved, int(cluster.device.memory_bytes))
-    counts: Any = {"num_stages": num_stages, "num_pipeline_ranks": pipeline, "num_microbatches": m}
-    choice = choose_cut(fused_order.times(described), memory, **counts, schedule=schedule)
+    times = fused_order.times(described)
+    choice = choose_cut(Pipeline(times, schedule, pipeline, m, num_stages // pipeline), memory)
     held = memory.of_ranks(choice.cut.positions) if memory is not None else ()
     entry = _describe(choice, pipeline, described.name)
     return Found(choice.cut.positions, entry, not choice.cut.overflow, held)

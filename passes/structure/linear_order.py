@@ -16,6 +16,8 @@ from autoptd.passes.ir.nodes import describe, info, nodes_in, walk
 from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 
+Nodes = Sequence[fx.Node]
+
 
 class RowBytes(NamedTuple):
     """Bytes of each item, `static` for good and `activation` for every microbatch in flight; `working` are what the
@@ -108,11 +110,7 @@ class Row:
         return RowBytes(static, [kept[node] for node in self.items], working)
 
     def build_graph(
-        self,
-        items: Sequence[fx.Node],
-        receives: Sequence[fx.Node],
-        sends: Sequence[fx.Node] | None,
-        outputs: Sequence[fx.Node] = (),
+        self, items: Nodes, receives: Nodes, sends: Nodes | None, outputs: Nodes = ()
     ) -> fx.Graph:
         """Return the graph of one stage: the values that it `receives`, the batch inputs that it reads, its `items`,
         and the replicable nodes that these and its own `outputs` need."""

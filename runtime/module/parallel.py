@@ -63,7 +63,7 @@ class Parallel(BoundModule):
         program, *further = programs
         manifest, rank = program.manifest, connection.rank
         self._manifest, self._connection = manifest, connection
-        slices = take_slices(manifest, rank, program.constants, program.weights, drawn)
+        slices = take_slices(manifest, rank, program.constants, program.weights, drawn, ())
         self._shapes = [Executor(program, connection, {}, graphs)]
         for other in further:
             known = other.constants, other.weights, drawn, manifest.parameters

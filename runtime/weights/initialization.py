@@ -86,10 +86,7 @@ def _find_inside(draw: Draw, shape: tuple[int, ...], elements: Tensor) -> Tensor
     if not draw.box:
         return None
     inside = torch.ones_like(elements, dtype=torch.bool)
-    inner = math.prod(shape)
-    for size, (first, end) in zip(shape, draw.box, strict=True):
-        inner //= size
-        index = elements // inner % size
+    for index, (first, end) in zip(torch.unravel_index(elements, shape), draw.box, strict=True):
         inside &= (index >= first) & (index < end)
     return inside.nonzero()[:, 0]
 

@@ -24,7 +24,6 @@ class OnCPU(dict[str, Tensor]):
     """Tensors on the CPU, each from `get` when it is read: a program's constants are computed from them."""
 
     def __init__(self, get: Callable[[str], Tensor]) -> None:
-        super().__init__()
         self._get = get
 
     def __missing__(self, name: str) -> Tensor:
@@ -32,12 +31,7 @@ class OnCPU(dict[str, Tensor]):
 
 
 def take_slices(
-    manifest: Manifest,
-    rank: Rank,
-    constants: Constants,
-    weights: Weights,
-    drawn: bool = False,
-    known: Container[str] = (),
+    manifest: Manifest, rank: Rank, constants: Constants, weights: Weights, drawn: bool, known: Container[str]
 ) -> dict[str, Tensor]:
     """Return this rank's slice of every tensor it keeps, by name, in the manifest's order, in fresh memory.
 

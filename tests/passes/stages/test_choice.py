@@ -30,8 +30,7 @@ def make_times(layers: int, head: int, seed: int = 0) -> ItemTimes:
 
 
 def choose(times: ItemTimes, p: int, v: int, m: int, schedule: str = "interleaved_1f1b") -> Choice:
-    size: Any = {"num_stages": p * v, "num_pipeline_ranks": p}
-    return choose_cut(times, None, **size, schedule=schedule, num_microbatches=m)
+    return choose_cut(Pipeline(times, schedule, p, m, v), None)
 
 
 def walk_cut(times: ItemTimes, positions: tuple[int, ...], schedule: str, p: int, m: int, v: int) -> int:
@@ -135,14 +134,8 @@ def test_moves_stay_in_memory(slack: int) -> None:
 
     free = fullest(choose(times, p, v, m))
     limit = free - 60 + slack
-    options: Any = {
-        "num_stages": p * v,
-        "num_pipeline_ranks": p,
-        "schedule": "interleaved_1f1b",
-        "num_microbatches": m,
-    }
     memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p, limit)
-    bound = choose_cut(times, memory, **options)
+    bound = choose_cut(Pipeline(times, "interleaved_1f1b", p, m, v), memory)
     assert not bound.cut.overflow
     assert fullest(bound) <= limit < free
 
@@ -153,10 +146,7 @@ def test_where_no_candidate_fits_the_fastest_is_taken_and_says_so(v: int, words:
     times, p, m = make_times(8, 300), 2, 8
     moments = live_microbatches(make_schedule("interleaved_1f1b", p, m, v), p * v)
     memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p, 10)
-    bound = choose_cut(
-        times, memory, num_stages=p * v, num_pipeline_ranks=p,
-        schedule="interleaved_1f1b", num_microbatches=m,
-    )  # fmt: skip
+    bound = choose_cut(Pipeline(times, "interleaved_1f1b", p, m, v), memory)
     free = choose(times, p, v, m)
     assert not free.cut.overflow
     assert bound.cut.overflow.startswith(words)
