@@ -279,6 +279,6 @@ def _intensity(rows: int, columns: int) -> float:
 @lru_cache
 def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
     """Return the largest tile, its halves and theirs, in both orientations."""
-    sides = [[side >> halvings or 1 for halvings in range(side.bit_length())] for side in (rows, columns)]
-    tiles = {*itertools.product(*sides), *itertools.product(*reversed(sides))}
+    one, other = ([side >> halvings for halvings in range(side.bit_length())] for side in (rows, columns))
+    tiles = {*itertools.product(one, other), *itertools.product(other, one)}
     return tuple(sorted(tile for tile in tiles if prod(tile) >= min(SMALLEST_TILE, rows * columns)))

@@ -49,10 +49,6 @@ def find_cut(
 ) -> Found:
     """Return the cut into `num_stages`, stage k for pipeline rank k mod p.
 
-    A stage takes ``rank``, the boundary values in the order of their definition, and the batch inputs it
-    reads; it returns the boundary values of the next stage, or the loss. Boundary placeholders say
-    ``requires_grad``.
-
     Args:
         schedule: the schedule of the stages, with `num_microbatches` (default 8 p): the shortest step of several cuts
             decides, and the schedule says how many microbatches a stage holds.

@@ -1,6 +1,5 @@
 """A rank's slices of the model's tensors: taken from whole tensors, registered in modules, and gathered again."""
 
-import hashlib
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.program.hashing import hash_words, read_words
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.weights.file_tensor import FileTensor, Weights, copy_rows, read_whole
@@ -16,8 +16,6 @@ from autoptd.runtime.weights.submodules import make_sliced_module
 
 Slices = Mapping[str, Tensor]  # of a rank, by name
 Constants = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-
-_BLOCK = 1 << 20  # elements hashed at once
 
 
 class OnCPU(dict[str, Tensor]):
@@ -116,13 +114,10 @@ def take_slice(parameter: Parameter, whole: Tensor | FileTensor, rank: Rank) -> 
 
 
 def hash_values(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Return a SHA-256 of a tensor's shape and its values in `dtype`; a wider floating dtype gives the same."""
-    values = tensor.detach().cpu().to(dtype)
-    digest = hashlib.sha256(str(list(values.shape)).encode())
-    for block in values.flatten().split(_BLOCK):
-        # Adding 0 makes -0 the same value as 0.
-        digest.update((block.double() + 0 if block.is_floating_point() else block).numpy())
-    return digest.hexdigest()
+    """Return a hash of a tensor's shape and its values in `dtype`; a wider floating dtype gives the same."""
+    values = tensor.detach().to(dtype)
+    values = values.double() + 0 if values.is_floating_point() else values  # -0 is the same value as 0
+    return f"{list(values.shape)} {hash_words(read_words(values)):#x}"
 
 
 def hash_parts(manifest: Manifest, slices: Slices) -> dict[str, str]:

@@ -84,10 +84,7 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
     find_cut(fused_order, num_stages=stages, num_microbatches=m)
     wall, cpu = time.perf_counter() - start, time.process_time() - busy
     cuts = Cuts(program, "full", m, row.chunks)
-    choice = choose_cut(
-        cuts.times, None, num_stages=stages, num_pipeline_ranks=row.pipeline,
-        schedule="interleaved_1f1b", num_microbatches=m,
-    )  # fmt: skip
+    choice = choose_cut(cuts.pipeline, None)
     uniform = uniform_positions(cuts.row, stages)
     even = cut_sequence(
         cuts.times.costs,
@@ -120,14 +117,7 @@ def measure_model(case: Case) -> tuple[object, ...]:
     cells: list[str] = []
     for p in RANKS:
         cuts = Cuts(replace(program, mesh=Mesh(1, p, 1)), "none", 8 * p, 1)
-        choice = choose_cut(
-            cuts.times,
-            None,
-            num_stages=p,
-            num_pipeline_ranks=p,
-            schedule="1f1b",
-            num_microbatches=8 * p,
-        )
+        choice = choose_cut(replace(cuts.pipeline, schedule="1f1b"), None)
         uniform = uniform_positions(cuts.row, p)
         slowest = cuts.slowest(uniform) / choice.cut.bottleneck
         cells += [f"{slowest:.2f}", f"{cuts.step(uniform) / cuts.step(choice.cut.positions):.2f}"]
