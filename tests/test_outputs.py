@@ -309,11 +309,11 @@ def test_wrong_names_and_edits_are_refused() -> None:
         ),
         (
             program.texts[0].replace(f"        {name},", ""),
-            r"loss .* is float32\[\]; the output 0 is float32\[1, 8, 20\]",
+            r"returns 1 values .*; expected float32\[\], the output 0 is float32\[1, 8, 20\]",
         ),
         (
             program.texts[0].replace(f"        {name},", f"        {name}, {name},"),
-            r"expected a scalar .* loss and 0",
+            r"returns 3 values .*; expected float32\[\], the output 0 is",
         ),
     ):
         with pytest.raises(ProgramError, match=message):

@@ -190,35 +190,25 @@ def _names(boundaries: Sequence[Boundary]) -> str:
 
 
 def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) -> None:
-    at = f"stage {interface.index}"
+    at, following = f"stage {interface.index}", interface.index + 1
     output: Any = stage.graph.output_node().args[0]
     results = list(output) if isinstance(output, (tuple, list)) else [output]
-    if interface.outputs:
-        results, others = results[: -len(interface.outputs)], results[-len(interface.outputs) :]
-        for node, result in zip(others, interface.outputs, strict=False):
-            found = _describe(node.meta["val"])
-            expected = _write(result.dtype, result.placement.local_shape(result.shape, manifest.mesh.axes))
-            if found != expected:
-                raise ProgramError(f"{at}: {place(node)} is {found}; the output {result.name} is {expected}")
-    if interface.index == len(manifest.stages) - 1:
-        value = results[0].meta["val"] if len(results) == 1 else None
-        if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
-            shown = ", ".join(f"{place(n)} {_describe(n.meta['val'])}" for n in results)
-            expected = " and ".join(["a scalar floating-point loss", *(r.name for r in interface.outputs)])
-            raise ProgramError(f"{at} is the last and returns {shown}; expected {expected}")
-        return
-    if len(results) != len(interface.sends):
-        raise ProgramError(
-            f"{at} returns {len(results)} values ({', '.join(map(str, results))}), and stage "
-            f"{interface.index + 1} takes {len(interface.sends)} ({_names(interface.sends)})"
-        )
-    for node, boundary in zip(results, interface.sends, strict=True):
-        found, expected = _describe(node.meta["val"]), _write(boundary.dtype, boundary.shape)
-        if found != expected:
-            raise ProgramError(
-                f"{at}: {place(node)} is {found}; stage {interface.index + 1} takes {boundary.name} as {expected}: "
-                "they must be the same"
-            )
+    values = [node.meta["val"] for node in results]
+    wanted = [(f"stage {following} takes {b.name} as", _write(b.dtype, b.shape)) for b in interface.sends]
+    if following == len(manifest.stages):
+        losses = [
+            v for v in values[:1] if isinstance(v, torch.Tensor) and v.is_floating_point() and not v.dim()
+        ]
+        wanted = [("expected", _describe(losses[0]) if losses else "a scalar floating-point loss")]
+    for result in interface.outputs:
+        shape = result.placement.local_shape(result.shape, manifest.mesh.axes)
+        wanted.append((f"the output {result.name} is", _write(result.dtype, shape)))
+    if len(results) != len(wanted):
+        shown = ", ".join(map(" ".join, wanted)) or "expected none"
+        raise ProgramError(f"{at} returns {len(results)} values ({', '.join(map(str, results))}); {shown}")
+    for node, value, (use, expected) in zip(results, values, wanted, strict=True):
+        if _describe(value) != expected:
+            raise ProgramError(f"{at}: {place(node)} is {_describe(value)}; {use} {expected}")
 
 
 def _describe(value: Any) -> str:

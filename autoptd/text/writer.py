@@ -91,10 +91,9 @@ def _write_signature(manifest: Manifest, index: int, taken: Sequence[fx.Node], n
         for node, note in zip(values, [*came, *["batch"] * len(interface.inputs)], strict=True)
     ]
     head = f"def stage_{index}("
-    if len(values) == 1:
-        return align([(f"{head}rank, p, {names[values[0]]}):", comments[0])])
-    if not values:
-        return [f"{head}rank, p):"]
+    if len(values) < 2:
+        arguments = ", ".join(["rank", "p", *(names[node] for node in values)])
+        return align([(f"{head}{arguments}):", "".join(comments))])
     rows = align([(f"    {names[node]},", note) for node, note in zip(values, comments, strict=True)])
     return [head, "    rank,", "    p,", *rows, "):"]
 

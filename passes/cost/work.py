@@ -69,12 +69,10 @@ def backward_work(
 
 def describe_saving(before: Sequence[Stage], after: Sequence[Stage]) -> str:
     """Describe what rewriting stages saves in a microbatch's forward: "40 -> 28 launches, 1,024 -> 512 bytes moved"."""
-    launches, moved = [], []
-    for stages in (before, after):
-        works = [forward_work(node) for stage in stages for node in stage.graph.nodes]
-        launches.append(f"{sum(work.launches for work in works):,}")
-        moved.append(f"{int(sum(work.read for work in works) + sum(work.written for work in works)):,}")
-    return f"{' -> '.join(launches)} launches, {' -> '.join(moved)} bytes moved a microbatch"
+    works = ([forward_work(n) for stage in stages for n in stage.graph.nodes] for stages in (before, after))
+    sums = [(sum(work.launches for work in own), int(sum(work.moved for work in own))) for own in works]
+    (launches, moved), (fewer, less) = sums
+    return f"{launches:,} -> {fewer:,} launches, {moved:,} -> {less:,} bytes moved a microbatch"
 
 
 def is_free(node: fx.Node) -> bool:

@@ -484,10 +484,11 @@ def test_an_alias_must_lead_somewhere(program: CompiledProgram) -> None:
 def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
     manifest = program.manifest
     (sent,) = manifest.stages[0].sends
-    half = with_stage(manifest, 0, sends=(replace(sent, dtype=torch.bfloat16),))
+    narrow = (replace(sent, dtype=torch.bfloat16),)
+    half = with_stage(with_stage(manifest, 0, sends=narrow), 1, receives=narrow)
     assert refusal(program, manifest=half) == (
         "stage 0: h0_add_1 at h.0 (gpt.py:N) is float32[16, 2, 32]; stage 1 takes h0_add_1 as bfloat16[16, "
-        "2, 32]: they must be the same"
+        "2, 32]"
     )
     received = with_stage(manifest, 1, receives=(replace(sent, placement=Placement(tensor=Shard(0))),))
     assert refusal(program, manifest=received) == (
@@ -496,7 +497,10 @@ def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
     )
     nothing = with_stage(manifest, 0, sends=())
     assert refusal(program, manifest=nothing) == (
-        "stage 0 returns 1 values (h0_add_1), and stage 1 takes 0 (none)"
+        "boundary between stages 0 and 1: 0 values are sent (none), 1 received (h0_add_1)"
+    )
+    assert refusal(program, manifest=with_stage(nothing, 1, receives=())) == (
+        "stage 0 returns 1 values (h0_add_1); expected none"
     )
     unasked = with_stage(manifest, 1, receives=())
     with pytest.raises(
@@ -511,8 +515,7 @@ def test_the_last_stage_returns_the_loss(program: CompiledProgram) -> None:
         output.args = (named(graph, "lm_head"),)
 
     assert refusal(program, stages=edit(program, 1, change)) == (
-        "stage 1 is the last and returns lm_head at lm_head (gpt.py:N) float32[16, 2, 34]; expected a "
-        "scalar floating-point loss"
+        "stage 1: lm_head at lm_head (gpt.py:N) is float32[16, 2, 34]; expected a scalar floating-point loss"
     )
 
 
