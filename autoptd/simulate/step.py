@@ -222,7 +222,7 @@ def _finish(
     """Yield the phases after the schedule: the remaining gradient sums, in the runtime's order, and the optimizer."""
     each, shards = states.gradient, max(states.shards, 1)
     rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
-    # A core sums and copies itself, as `Cluster.exposed_seconds` has it of the tensor ranks' sums.
+    # A core sums and copies itself, as `Durations.seconds` has it of the tensor ranks' sums.
     overlap = overlap and cluster.device.multiprocessors > 1
     # Of the two halves of a ring's all-reduce the second brings new weights, where states are divided.
     summed, shared = (0.5, 0.5 * ITEM_BYTES[states.precision.dtype] / each) if shards > 1 else (1.0, 0.0)

@@ -99,7 +99,9 @@ class Headings:
         if path:
             return path
         leaves = dict.fromkeys(info(node).path.rpartition(".")[2] for node in nodes)
-        return ", ".join(leaf for leaf in leaves if leaf) or "loss" * _is_loss(nodes) or "model"
+        value = nodes[-1].meta.get("val")
+        whole = "loss" if isinstance(value, Tensor) and value.dim() == 0 else "model"
+        return ", ".join(leaf for leaf in leaves if leaf) or whole
 
     def stage_range(self, index: int) -> str:
         """Return ``h.6 - h.11, ln_f``: the repeated blocks and the modules between them in a stage."""
@@ -117,11 +119,6 @@ class Headings:
             part = " (part)" * (len(self._ranges[block]) > 1)
             rows[-1].append((_short(block) if self._shorten else block) + part)
         return ", ".join(row[0] if len(row) == 1 else f"{row[0]} - {row[-1]}" for row in rows)
-
-
-def _is_loss(nodes: Sequence[fx.Node]) -> bool:
-    value = nodes[-1].meta.get("val") if nodes else None
-    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def _block(path: str) -> str:

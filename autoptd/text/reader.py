@@ -40,8 +40,7 @@ def read_texts(texts: Sequence[str], manifest: Manifest) -> tuple[ProgramText, .
 def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mapping[str, Tensor]) -> Program:
     """Rebuild the cut program from texts that were read; see `trace_program`."""
     check_manifest(manifest)
-    propagation = Propagation(manifest.mesh)
-    propagation.rank.device = META
+    propagation = Propagation(manifest.mesh, META)
     stages: dict[int, Stage] = {}
     for rank, program in enumerate(texts):
         expected = [s.index for s in manifest.stages if s.index % manifest.mesh.pipeline == rank]
@@ -52,8 +51,7 @@ def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mappi
         for index in program.stages:
             graph = _trace_stage(program, index, manifest, propagation)
             parameters = {name: manifest.parameters[name] for name in manifest.stages[index].parameters}
-            own = {n: node for n, node in constants_made(constants).items() if n in parameters}
-            stages[index] = Stage(graph, parameters, constants_graph(own))
+            stages[index] = Stage(graph, parameters, constants_graph(constants_made(constants), parameters))
     ordered = tuple(stages[index] for index in range(len(manifest.stages)))
     log = (f"read {len(texts)} program texts",)
     return Program(manifest.mesh, ordered, manifest.inputs, manifest.output, manifest.aliases, log, buffers)
@@ -78,9 +76,7 @@ def text_filename(manifest: Manifest, pipeline_rank: int) -> str:
 
 def trace_stages(text: str, filename: str, manifest: Manifest) -> dict[int, fx.Graph]:
     """Return the graphs of one text's stages by index; see `trace_program`."""
-    propagation = Propagation(manifest.mesh)
-    propagation.rank.device = META
-    program = read_program(text, filename)
+    program, propagation = read_program(text, filename), Propagation(manifest.mesh, META)
     return {index: _trace_stage(program, index, manifest, propagation) for index in program.stages}
 
 

@@ -68,7 +68,7 @@ class Constants:
         """Return the stage of `graph` without the constants that it no longer loads."""
         used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
         loaded = used & {name for name, p in self.parameters.items() if p.kind == "constant"}
-        constants = constants_graph({n: node for n, node in self.sources.items() if n in loaded})
+        constants = constants_graph(self.sources, loaded)
         used.update(str(node.target) for node in constants.find_nodes(op="get_attr"))
         used.update(n for n, p in self.parameters.items() if p.kind != "constant" and not is_lifted(n))
         return Stage(graph, {n: p for n, p in self.parameters.items() if n in used}, constants)

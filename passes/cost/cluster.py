@@ -212,19 +212,6 @@ class Cluster:
         """Return the seconds of a ring all-reduce of `count` bytes: 2 (n - 1) steps of 1/n each (SC21 §3.3.1)."""
         return 2 * self.all_gather_seconds(count, ranks)
 
-    def exposed_seconds(
-        self, work: Work, ranks: Sequence[int], dtype: str, scale: float = 1.0, *, overlap: bool = True
-    ) -> float:
-        """Return the seconds of the all-reduces of `work` over `ranks` that no overlapped work hides.
-
-        A device of one multiprocessor, a core, sums and copies itself, so it overlaps nothing; nor does any device
-        without `overlap`. `scale` as in `Device.seconds`.
-        """
-        seconds = self.all_reduce_seconds(work.reduced * scale, ranks)
-        if work.overlapped is None or not overlap or self.device.multiprocessors == 1:
-            return seconds
-        return max(0.0, seconds - self.device.seconds(work.overlapped, dtype, scale))
-
     def all_gather_seconds(self, count: float, ranks: Sequence[int]) -> float:
         """Return the seconds to all-gather or reduce-scatter `count` bytes by a ring: n - 1 steps of 1/n each."""
         number = len(ranks)

@@ -92,11 +92,16 @@ class Durations:
         return ceil(seconds * NANOSECONDS)
 
     def seconds(self, work: Work) -> Seconds:
-        """Return the seconds of one direction of one node."""
+        """Return the seconds of one direction of one node: computing, and all-reduces that no overlapped work hides.
+
+        A device of one multiprocessor, a core, sums and copies itself, so it overlaps nothing.
+        """
         if work not in self._known:
-            dtype, scale, ranks = self.precision.dtype, self.precision.scale, self.tensor_group
-            exposed = self.cluster.exposed_seconds(work, ranks, dtype, scale, overlap=self.overlap)
-            self._known[work] = Seconds(self.cluster.device.seconds(work, dtype, scale), exposed)
+            device, dtype, scale = self.cluster.device, self.precision.dtype, self.precision.scale
+            exposed = self.cluster.all_reduce_seconds(work.reduced * scale, self.tensor_group)
+            if work.overlapped is not None and self.overlap and device.multiprocessors > 1:
+                exposed = max(0.0, exposed - device.seconds(work.overlapped, dtype, scale))
+            self._known[work] = Seconds(device.seconds(work, dtype, scale), exposed)
         return self._known[work]
 
     @cached_property

@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.runtime import kernels
-from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.comm.rank import CPU, Rank
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.mesh import Mesh
@@ -248,8 +248,8 @@ def shaping_arguments(node: fx.Node) -> tuple[Any, ...]:
 class Propagation:
     """Runs nodes on their arguments' ``meta["val"]``; equal calls of repeated layers share one result."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.rank = Rank.local(mesh)
+    def __init__(self, mesh: Mesh, device: torch.device = CPU) -> None:
+        self.rank = Rank.local(mesh, device=device)
         self.known: dict[tuple[Any, ...], Any] = {}
 
     def run(self, node: fx.Node) -> Any:

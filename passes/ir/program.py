@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -91,11 +91,12 @@ def constants_made(constants: fx.Graph) -> Mapping[str, Any]:
     return table  # type: ignore[no-any-return]
 
 
-def constants_graph(made: Mapping[str, Any]) -> fx.Graph:
-    """Return a graph that makes just these constants, copied from that of their nodes; empty where there are none."""
-    graph, values = copy_nodes(sorted(walk(nodes_in(made))))
-    if made:
-        graph.output(fx.map_arg(dict(made), values.__getitem__))
+def constants_graph(made: Mapping[str, Any], names: Container[str]) -> fx.Graph:
+    """Return a graph that makes those constants of `made` that have these names; empty where there are none."""
+    own = {name: node for name, node in made.items() if name in names}
+    graph, values = copy_nodes(sorted(walk(nodes_in(own))))
+    if own:
+        graph.output(fx.map_arg(own, values.__getitem__))
     return graph
 
 

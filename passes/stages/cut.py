@@ -6,7 +6,7 @@ lives across a cut is sent, and passed on by stages in between.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -163,7 +163,7 @@ def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
         receives = crossing[number - 1] if number else []
         sends = crossing[number] if number < len(positions) else None
         graph = row.build_graph(items, receives, sends, outputs[number])
-        once = _select_constants(row.stage.constants, names)
+        once = constants_graph(constants_made(row.stage.constants), names)
         stages.append(Stage(graph, {n: p for n, p in row.stage.parameters.items() if n in names}, once))
     return tuple(stages)
 
@@ -171,15 +171,11 @@ def _build_stages(row: Row, positions: Sequence[int]) -> tuple[Stage, ...]:
 def name_held(row: Row, items: Iterable[fx.Node]) -> set[str]:
     """Return the names of the tensors that a stage of `items` holds: parameters, and the sources of its constants."""
     names = _loads(row.needed(items))
-    return names | _loads(_select_constants(row.stage.constants, names).nodes)
+    return names | _loads(constants_graph(constants_made(row.stage.constants), names).nodes)
 
 
 def _loads(nodes: Iterable[fx.Node]) -> set[str]:
     return {str(node.target) for node in nodes if node.op == "get_attr"}
-
-
-def _select_constants(constants: fx.Graph, names: Container[str]) -> fx.Graph:
-    return constants_graph({n: node for n, node in constants_made(constants).items() if n in names})
 
 
 def make_boundary(node: fx.Node) -> Boundary:

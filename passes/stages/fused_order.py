@@ -81,9 +81,7 @@ class FusedOrder:
     def memory(self) -> RowBytes:
         """Bytes of the items; a tied parameter counts once where the pipeline is one rank."""
         row, mesh = self._marked, self.program.mesh
-        *rows, working = row.memory(Ledger(row.stage, mesh), once=mesh.pipeline == 1)
-        static, activation = ([own[row.position[node]] for node in self._order] for own in rows)
-        return RowBytes(static, activation, working)
+        return row.memory(self._order, Ledger(row.stage, mesh), once=mesh.pipeline == 1)
 
     def times(self, cluster: Cluster) -> ItemTimes:
         """Return the nanoseconds of the items on a cluster."""

@@ -94,20 +94,20 @@ class Row:
 
         return self.sum_alive(time, lambda node: time(node) if node in self.trained else 0)[:, :-1]
 
-    def memory(self, ledger: Ledger, *, once: bool) -> RowBytes:
-        """Return the bytes of each item: its parameters with their state, and what it keeps for the backward.
+    def memory(self, items: Nodes, ledger: Ledger, *, once: bool) -> RowBytes:
+        """Return the bytes of each of the `items`: its parameters with their state, and what the backward keeps of it.
 
         A tied parameter counts where it is used, each time; `once`: only the first.
         """
         kept = {node: count_bytes(storages) for node, storages in ledger.first_kept()}
         static: list[int] = []
         seen: set[fx.Node] = set()
-        for node in self.items:
+        for node in items:
             owned = [s for s in node.all_input_nodes if self._is_parameter(s) and not (once and s in seen)]
             seen.update(owned)
             static.append(sum(self._state_bytes(source) for source in owned))
         working = max((count_bytes(ledger.saved(group)) for group in ledger.groups), default=0)
-        return RowBytes(static, [kept[node] for node in self.items], working)
+        return RowBytes(static, [kept[node] for node in items], working)
 
     def build_graph(
         self, items: Nodes, receives: Nodes, sends: Nodes | None, outputs: Nodes = ()

@@ -124,16 +124,13 @@ def _needed(stage: int, kind: Kind, p: int, last: int) -> list[tuple[int, Kind]]
 
 
 def _describe_missing(rank: int, missing: Action, p: int, m: int) -> str:
+    text = f"rank {rank}: {missing} is missing: expected"
     if missing.kind.computes:
         return (
-            f"rank {rank}: {missing} is missing: expected stage {missing.stage} to run each of {m} "
-            f"microbatches once {missing.kind.name.lower()}"
+            f"{text} stage {missing.stage} to run each of {m} microbatches once {missing.kind.name.lower()}"
         )
     consumer = missing.counterpart.compute
-    return (
-        f"rank {rank}: {missing} is missing: expected it after {missing.compute}, for {consumer} on rank "
-        f"{consumer.stage % p}"
-    )
+    return f"{text} it after {missing.compute}, for {consumer} on rank {consumer.stage % p}"
 
 
 def _check_channels(schedule: Schedule, p: int) -> None:
