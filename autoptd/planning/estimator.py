@@ -34,7 +34,7 @@ from autoptd.planning.shortened_model import shorten_model
 from autoptd.progress import Watch
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.schedule import Action, Schedule, make_schedule
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, make_schedule
 from autoptd.simulate.stage_times import StageTimes
 from autoptd.simulate.step import Training, action_times, simulate_times
 
@@ -130,7 +130,7 @@ class Estimator:
         """Return a lower bound of `pipeline_seconds`; raise ValueError for an impossible candidate."""
         _, (_, times) = self._divide_stages(candidate)
         taken = action_times(times, blocking=not self.training.overlap)
-        return float(schedule_times.least_seconds(taken, candidate.pipeline, candidate.num_microbatches))
+        return float(least_seconds(taken, candidate.pipeline, candidate.num_microbatches))
 
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of a step's schedule; raise ValueError for an impossible candidate."""
@@ -209,7 +209,7 @@ class Estimator:
         seconds = max(last.values())
         ranks = (
             Walk(seconds, seconds - max(0.0, last[rank] - first[rank] - work * microbatches), work)
-            for rank, work in enumerate(schedule_times.rank_seconds(taken, p))
+            for rank, work in enumerate(rank_seconds(taken, p))
         )
         return max(ranks, key=lambda walk: walk.busy + more * walk.work)
 
@@ -261,3 +261,34 @@ def _schedule(
 ) -> tuple[Schedule, Sequence[tuple[int, Action]]]:
     schedule = make_schedule(name, pipeline, microbatches, chunks)
     return schedule, schedule_times.walking_order(schedule)
+
+
+def rank_seconds(times: schedule_times.ActionTimes, num_ranks: int) -> list[Any]:
+    """Return the time of each rank's own actions on one microbatch, with messages where they hold up their sender."""
+    count = len(times.by_kind[Kind.FORWARD])
+    holds = times.blocking and num_ranks > 1
+
+    def occupies(kind: Kind, stage: int) -> bool:
+        return kind.computes or (holds and 0 <= stage + kind.direction < count)
+
+    seconds = [sum(row[k] for kind, row in times.by_kind.items() if occupies(kind, k)) for k in range(count)]
+    return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]
+
+
+def least_seconds(times: schedule_times.ActionTimes, num_ranks: int, num_microbatches: int) -> Any:
+    """Return a lower bound for every schedule of these stages: a rank's work, and what comes before and after it.
+
+    A rank's first forward waits for those of the ranks before it, and its last backward is followed by theirs. 1F1B of
+    even stages takes exactly that (SC21 §2.2).
+    """
+    forward, backward, ahead, behind = (
+        times.by_kind[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SEND_OUTPUT, Kind.SEND_GRADIENT)
+    )
+    least = before = after = 0.0
+    for rank, work in enumerate(rank_seconds(times, num_ranks)):
+        back = behind[rank] if rank else 0.0
+        least = max(least, before + num_microbatches * work + after + (0.0 if times.blocking else back))
+        if rank + 1 < num_ranks:
+            before += forward[rank] + ahead[rank]
+            after += backward[rank] + back
+    return least

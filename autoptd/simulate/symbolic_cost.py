@@ -10,15 +10,15 @@ from math import prod
 from typing import Any
 
 import sympy
-from torch import fx
+from torch import Tensor, UntypedStorage, fx
 
 from autoptd.options import check_counts
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import info, shaping_arguments
-from autoptd.passes.ir.program import Stage
-from autoptd.passes.operators.quantities import Number, local_sizes
+from autoptd.passes.ir.program import Stage, tensor_bytes
+from autoptd.passes.operators.quantities import Number, Sizes, local_sizes, tensor_arguments
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols, symbol
 from autoptd.runtime.collectives import copied_linears
 from autoptd.runtime.program.manifest import Manifest
@@ -181,7 +181,7 @@ class _Bill:
                 lines = [("parameters", prod(held)), ("elements", prod(whole))]
                 self._count(label, lines[: 1 if name in named else 2])
                 named.add(name)
-        for node, size in ledger.itemize(self._sizes):
+        for node, size in _list_kept(stage, ledger, self._sizes):
             self._count(info(node).layer, [("saved", size)])
 
     @property
@@ -207,6 +207,35 @@ class _Bill:
                 *(_list_work_lines(forward, "recomputed") if repeated else ()),
             )
         return self._works[key]
+
+
+def _list_kept(stage: Stage, ledger: Ledger, sizes: Sizes) -> Iterator[tuple[fx.Node, Number]]:
+    """Yield the first call that keeps each storage for the backward, and its bytes in numbers of `sizes`.
+
+    All parts of a storage are taken to be equal.
+    """
+    homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
+    for node in (node for node in stage.graph.nodes if node.op != "output"):
+        for tensor in ledger.tensors(node):
+            if tensor_bytes(tensor) == tensor.untyped_storage().nbytes() or node.op == "placeholder":
+                homes.setdefault(tensor.untyped_storage(), (node, tensor))
+    for node, kept in ledger.first_kept():
+        for storage in kept:
+            home, tensor = homes.get(storage) or ledger.first_saved[storage]
+            times, rest = divmod(storage.nbytes(), max(1, tensor_bytes(tensor)))
+            shape = _name_shape(tensor, [home, *tensor_arguments(home)], sizes)
+            yield node, storage.nbytes() if rest else times * tensor.element_size() * prod(shape)
+
+
+def _name_shape(tensor: Tensor, nodes: Iterable[fx.Node], sizes: Sizes) -> Sequence[Number]:
+    """Return the shape of a tensor in the numbers of the first of `nodes` that begins with the same dimensions."""
+    for node in nodes:
+        value, named = node.meta["val"], sizes(node)
+        for own, shape in [(value, named)] if isinstance(value, Tensor) else zip(value, named, strict=True):
+            pairs = list(zip(tensor.shape, own.shape, shape, strict=False))
+            if len(pairs) == tensor.dim() and all(size in (1, other) for size, other, _ in pairs):
+                return [number if size == other else 1 for size, other, number in pairs]
+    return tuple(tensor.shape)
 
 
 def _list_work_lines(work: Work, direction: str) -> Iterator[Line]:

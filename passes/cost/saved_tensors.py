@@ -7,7 +7,6 @@ a weight in half precision is added to its sum by what makes it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, UntypedStorage, fx
 
 from autoptd.passes.ir.nodes import info, wants_gradient
 from autoptd.passes.ir.program import Stage, recomputed_groups, tensor_bytes, values_taken
-from autoptd.passes.operators.quantities import Number, Sizes, tensor_arguments
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.comm.rank import Rank
@@ -27,7 +25,10 @@ META = torch.device("meta")
 
 
 class Ledger:
-    """The storages that each call of `stage` saves, on one rank of `mesh`, for one microbatch."""
+    """The storages that each call of `stage` saves, on one rank of `mesh`, for one microbatch.
+
+    `nodes` are the calls; `first_saved` has the call that saves a storage first, and the tensor that it saves.
+    """
 
     def __init__(self, stage: Stage, mesh: Mesh) -> None:
         self.groups = recomputed_groups(stage.graph)
@@ -36,7 +37,7 @@ class Ledger:
         self._saved: dict[fx.Node, list[UntypedStorage]] = {}  # of every call, in order
         self.nodes: Collection[fx.Node] = self._saved.keys()
         self._held: set[UntypedStorage] = set()
-        self._shapes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}  # how it was saved first
+        self.first_saved: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
         self._replaced: set[UntypedStorage] = set()  # whose gradient lies in what the loss has saved
         with torch.enable_grad():
             for node in stage.graph.nodes:
@@ -66,7 +67,7 @@ class Ledger:
 
         def pack(tensor: Tensor) -> Tensor:
             saved.append(tensor.untyped_storage())
-            self._shapes.setdefault(saved[-1], (node, tensor))
+            self.first_saved.setdefault(saved[-1], (node, tensor))
             return tensor
 
         args: Any = fx.map_arg(node.args, self._values.__getitem__)
@@ -83,9 +84,10 @@ class Ledger:
 
     def storages(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
         """Return the storages of the values of `nodes`, without parameters and batch inputs."""
-        return {t.untyped_storage() for node in nodes for t in self._tensors(node)} - self._held
+        return {t.untyped_storage() for node in nodes for t in self.tensors(node)} - self._held
 
-    def _tensors(self, node: fx.Node) -> list[Tensor]:
+    def tensors(self, node: fx.Node) -> list[Tensor]:
+        """Return the tensors of the value of `node`, on the meta device."""
         value = self._values[node]
         return [t for t in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(t, Tensor)]
 
@@ -107,23 +109,6 @@ class Ledger:
             found = self.storages(taken.get(node, ())) if node in inside else self.saved([node])
             yield node, found - seen
             seen |= found
-
-    def itemize(self, sizes: Sizes) -> Iterator[tuple[fx.Node, Number]]:
-        """Yield the first call that keeps each storage, and its bytes in numbers of `sizes`.
-
-        All parts of a storage are taken to be equal.
-        """
-        homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
-        for node in self._values:
-            for tensor in self._tensors(node):
-                if tensor_bytes(tensor) == tensor.untyped_storage().nbytes() or node.op == "placeholder":
-                    homes.setdefault(tensor.untyped_storage(), (node, tensor))
-        for node, kept in self.first_kept():
-            for storage in kept:
-                home, tensor = homes.get(storage) or self._shapes[storage]
-                times, rest = divmod(storage.nbytes(), max(1, tensor_bytes(tensor)))
-                shape = _name_shape(tensor, [home, *tensor_arguments(home)], sizes)
-                yield node, storage.nbytes() if rest else times * tensor.element_size() * prod(shape)
 
     def differentiated(self, node: fx.Node, trained: Collection[fx.Node]) -> int:
         """Return the bytes of the gradients that exist at once while `node` is differentiated, with those of weights.
@@ -153,17 +138,6 @@ class Ledger:
     def repeated_nodes(self) -> set[fx.Node]:
         """Return the calls of the stage that its backward runs again."""
         return {node for group in self.groups for node in self.repeated(group)}
-
-
-def _name_shape(tensor: Tensor, nodes: Iterable[fx.Node], sizes: Sizes) -> Sequence[Number]:
-    """Return the shape of a tensor in the numbers of the first of `nodes` that begins with the same dimensions."""
-    for node in nodes:
-        value, named = node.meta["val"], sizes(node)
-        for own, shape in [(value, named)] if isinstance(value, Tensor) else zip(value, named, strict=True):
-            pairs = list(zip(tensor.shape, own.shape, shape, strict=False))
-            if len(pairs) == tensor.dim() and all(size in (1, other) for size, other, _ in pairs):
-                return [number if size == other else 1 for size, other, number in pairs]
-    return tuple(tensor.shape)
 
 
 def count_bytes(storages: Iterable[UntypedStorage]) -> int:

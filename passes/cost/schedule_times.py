@@ -64,37 +64,6 @@ def step_seconds(order: Order, num_ranks: int, times: ActionTimes, later: Callab
     return reduce(later, {rank: end for rank, action, _, end in walked if action.kind.computes}.values())
 
 
-def rank_seconds(times: ActionTimes, num_ranks: int) -> list[Any]:
-    """Return the time of each rank's own actions on one microbatch, with messages where they hold up their sender."""
-    count = len(times.by_kind[Kind.FORWARD])
-    holds = times.blocking and num_ranks > 1
-
-    def occupies(kind: Kind, stage: int) -> bool:
-        return kind.computes or (holds and 0 <= stage + kind.direction < count)
-
-    seconds = [sum(row[k] for kind, row in times.by_kind.items() if occupies(kind, k)) for k in range(count)]
-    return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]
-
-
-def least_seconds(times: ActionTimes, num_ranks: int, num_microbatches: int) -> Any:
-    """Return a lower bound for every schedule of these stages: a rank's work, and what comes before and after it.
-
-    A rank's first forward waits for those of the ranks before it, and its last backward is followed by theirs. 1F1B of
-    even stages takes exactly that (SC21 §2.2).
-    """
-    forward, backward, ahead, behind = (
-        times.by_kind[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SEND_OUTPUT, Kind.SEND_GRADIENT)
-    )
-    least = before = after = 0.0
-    for rank, work in enumerate(rank_seconds(times, num_ranks)):
-        back = behind[rank] if rank else 0.0
-        least = max(least, before + num_microbatches * work + after + (0.0 if times.blocking else back))
-        if rank + 1 < num_ranks:
-            before += forward[rank] + ahead[rank]
-            after += backward[rank] + back
-    return least
-
-
 def live_microbatches(schedule: Schedule, num_stages: int, *, lasting: bool = False) -> list[list[int]]:
     """Return the microbatches that each stage has in flight when its rank may hold most: a row a moment.
 

@@ -10,12 +10,11 @@ import pytest
 
 from autoptd.passes.cost.schedule_times import (
     ActionTimes,
-    least_seconds,
     live_microbatches,
-    rank_seconds,
     walk,
     walking_order,
 )
+from autoptd.planning.estimator import least_seconds, rank_seconds
 from autoptd.runtime.program.schedule import COMPUTING, Kind, Schedule, assign_slots, make_schedule
 
 SHAPES = [
