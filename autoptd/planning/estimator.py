@@ -36,7 +36,7 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, make_schedule
 from autoptd.simulate.stage_times import StageTimes
-from autoptd.simulate.step import Training, action_times, simulate_times
+from autoptd.simulate.step import Training, action_times, check_ranks, simulate_times
 
 DEFAULTS = Options()
 ROUNDING = 1e-12  # of a sum of times
@@ -83,7 +83,7 @@ class Estimator:
         options: Options = DEFAULTS,
         search: bool = False,
     ) -> None:
-        cluster.check_ranks(world_size)
+        check_ranks(cluster, world_size)
         self.cluster, self._world_size = cluster, world_size
         self.training = training or Training()
         self._dtype, self._search = dtype, search

@@ -98,6 +98,19 @@ class Training:
         return States(precision, replicas * self.zero, self.wide_gradients)
 
 
+def check_ranks(cluster: Cluster, count: int) -> None:
+    """Raise ValueError if `count` processes outnumber the cores of a machine that `calibrate` measured alone.
+
+    Such a cluster has no network of its own: its `network` is its `node` link.
+    """
+    cores = cluster.devices_per_node
+    if cluster.device.multiprocessors == 1 and cluster.network == cluster.node and count > cores:
+        raise ValueError(
+            f"{count} processes on the {cores} cores of {cluster.name}: expected at most one process a core; choose a "
+            "smaller mesh, or describe the network to more machines in the cluster file"
+        )
+
+
 def simulate_program(
     manifest: Manifest,
     stages: Sequence[Stage],
@@ -107,7 +120,7 @@ def simulate_program(
     training: Training,
 ) -> Simulation:
     """Walk the schedule with the times of its stages; see `CompiledProgram.simulate`."""
-    cluster.check_ranks(manifest.mesh.size)
+    check_ranks(cluster, manifest.mesh.size)
     precision = Precision.of(stages, dtype)
     times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap)
     manifest = freeze_idle(manifest, stages)

@@ -24,21 +24,14 @@ def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     known = _positional(target)
     if known is None or len(args) > len(known):
         return tuple(args), dict(kwargs)
-    is_operator = isinstance(target, OpOverload)
-    short: list[Any] = []
-    options: dict[str, Any] = {}
-    by_position = True
-    for (name, default), value in zip(known, args, strict=False):
-        stays = bool(nodes_in(value)) or (default is _REQUIRED and is_operator)
-        if stays and by_position:
-            short.append(value)
-            continue
-        by_position = False
-        if stays or not _same(value, default):
-            options[name] = value
-    defaults = dict(known)
-    options.update({n: v for n, v in kwargs.items() if n not in defaults or not _same(v, defaults[n])})
-    return tuple(short), options
+    defaults, is_operator = dict(known), isinstance(target, OpOverload)
+    pairs = zip(defaults.values(), args, strict=False)
+    stays = [bool(nodes_in(value)) or (default is _REQUIRED and is_operator) for default, value in pairs]
+    lead = [*stays, False].index(False)
+    rest = {**dict(zip([*defaults][lead:], args[lead:], strict=False)), **kwargs}
+    return tuple(args[:lead]), {
+        n: v for n, v in rest.items() if n not in defaults or not _same(v, defaults[n])
+    }
 
 
 def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -46,14 +39,11 @@ def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     known = _positional(target)
     if known is None or len(args) > len(known):
         return tuple(args), dict(kwargs)
-    rest = dict(kwargs)
-    last = max((index for index, (name, _) in enumerate(known) if name in rest), default=-1)
-    spread = list(args)
-    for name, default in known[len(args) : last + 1]:
-        if name not in rest and default is _REQUIRED:
-            return tuple(args), dict(kwargs)
-        spread.append(rest.pop(name, default))
-    return tuple(spread), rest
+    last = max((index for index, (name, _) in enumerate(known) if name in kwargs), default=-1)
+    spread = {name: kwargs.get(name, default) for name, default in known[len(args) : last + 1]}
+    if any(value is _REQUIRED for value in spread.values()):
+        return tuple(args), dict(kwargs)
+    return (*args, *spread.values()), {n: v for n, v in kwargs.items() if n not in spread}
 
 
 @cache

@@ -173,17 +173,6 @@ class Cluster:
         except OSError as error:
             raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
 
-    def check_ranks(self, count: int) -> None:
-        """Raise ValueError if `count` processes outnumber the cores of a machine that `calibrate` measured alone.
-
-        Such a cluster has no network of its own: its `network` is its `node` link.
-        """
-        if self.device.multiprocessors == 1 and self.network == self.node and count > self.devices_per_node:
-            raise ValueError(
-                f"{count} processes on the {self.devices_per_node} cores of {self.name}: expected at most one process "
-                "a core; choose a smaller mesh, or describe the network to more machines in the cluster file"
-            )
-
     def nodes(self, ranks: Sequence[int]) -> Counter[int]:
         """Count the `ranks` in each node."""
         return Counter(rank // self.devices_per_node for rank in ranks)
