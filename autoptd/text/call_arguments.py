@@ -29,9 +29,8 @@ def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     stays = [bool(nodes_in(value)) or (default is _REQUIRED and is_operator) for default, value in pairs]
     lead = [*stays, False].index(False)
     rest = {**dict(zip([*defaults][lead:], args[lead:], strict=False)), **kwargs}
-    return tuple(args[:lead]), {
-        n: v for n, v in rest.items() if n not in defaults or not _same(v, defaults[n])
-    }
+    kept = (name for name, value in rest.items() if name not in defaults or not _same(value, defaults[name]))
+    return tuple(args[:lead]), {name: rest[name] for name in kept}
 
 
 def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:

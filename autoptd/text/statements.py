@@ -11,6 +11,7 @@ from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Stage, values_given, values_taken
 from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
 from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.schedule_text import wrap_words
 from autoptd.text.comments import Headings, write_communication, write_hidden, write_value_shape
 from autoptd.text.expressions import Names, is_index, write_call, write_index
 
@@ -146,14 +147,7 @@ def write_statement(
         yield beside(code, comment)
         return
     yield beside(f"{indent}{start}(", write_comment(shape, note))
-    margin = indent + " " * 3
-    line = margin
-    words = [word for arg in args for word in _take_apart(f"{arg},")]
-    for number, text in enumerate(words):
-        word = f" {text}" if number + 1 < len(words) else f" {text[:-1]}"
-        if len(line) + len(word) > WIDTH and line.strip():
-            yield line
-            line = margin
-        line += word
-    yield line
+    *words, last = (word for arg in args for word in _take_apart(f"{arg},"))
+    margin = indent + INDENT
+    yield from (margin + line for line in wrap_words([*words, last[:-1]], WIDTH - len(margin)))
     yield beside(f"{indent}{end}", after)

@@ -10,8 +10,9 @@ microbatch each time. The names of the lines are for the reader; actions without
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from textwrap import wrap
 from typing import NamedTuple
 
 from autoptd.runtime.program.schedule import Action, Kind
@@ -163,18 +164,15 @@ def _cycles(runs: Sequence[_Run]) -> Iterator[_Cycle]:
 
 def _join_lines(*lines: tuple[str, Sequence[_Run]]) -> str:
     """Write each named row of runs under `_WIDTH` columns, without the empty ones."""
-    wrapped: list[str] = []
-    for name, runs in lines:
-        if not runs:
-            continue
-        line = name
-        for word in (word for run in runs for word in _words(run)):
-            if len(line) + 1 + len(word) > _WIDTH:
-                wrapped.append(line)
-                line = "   "
-            line += " " + word
-        wrapped.append(line)
-    return "\n".join(wrapped)
+    rows = ([name, *(word for run in runs for word in _words(run))] for name, runs in lines if runs)
+    return "\n".join(line for words in rows for line in wrap_words(words, _WIDTH, "    "))
+
+
+def wrap_words(words: Iterable[str], width: int, margin: str = "") -> list[str]:
+    """Return lines of as many `words` as fit, which may have spaces inside; `margin` begins all but the first."""
+    text = " ".join(word.replace(" ", "\0") for word in words)
+    lines = wrap(text, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
 
 
 def _words(run: _Run) -> list[str]:
