@@ -222,9 +222,10 @@ class StageWalk:
                 self._refuse(node, f"{place(node)}, which {what}")
         elif has_trait(node, Trait.SUMS_GRADIENTS) or _is_copied_part(node):
             if gradient == "whole":
+                copies = node.target is collectives.copy_to_tensor
                 way = (
                     "leave this copy_to_tensor out"
-                    if node.target is collectives.copy_to_tensor
+                    if copies
                     else "compute this linear without its all-reduce"
                 )
                 raise proof.PlacementError(
@@ -233,9 +234,8 @@ class StageWalk:
                 )
         elif gradient == "whole" and any(self.placements[n] is not proof.WHOLE for n in node.all_input_nodes):
             raise proof.PlacementError(
-                f"stage {self.index}: {place(node)} takes whole rows out of a tensor whose other rows are "
-                f"divided, and gets a whole gradient: expected {node} to be read through "
-                f"collectives.copy_to_tensor(rank, {node})"
+                f"stage {self.index}: {place(node)} takes whole rows out of a tensor whose other rows are divided, and "
+                f"gets a whole gradient: expected {node} to be read through collectives.copy_to_tensor(rank, {node})"
             )
 
     def _refuse(self, node: fx.Node, reached: str) -> None:

@@ -87,8 +87,7 @@ class Device:
 
         A GEMM takes the time of its tiles or of its memory traffic, whichever is longer; the other traffic, or the
         elementwise FLOPs if they take longer, come on top. Products that move less than their factors are one fused
-        kernel.
-        `scale` converts the bytes of `work` to `dtype`. Graphs are launched besides.
+        kernel. `scale` converts the bytes of `work` to `dtype`. Graphs are launched besides.
         """
         moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
         time = work.launches * (self.graphed_launch_seconds or self.launch_seconds)

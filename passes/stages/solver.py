@@ -1,9 +1,8 @@
 """Cut a sequence of costs into contiguous stages so that the slowest pipeline rank is as fast as can be.
 
-Stage k is on pipeline rank k mod p; a rank's load is the sum of its v chunks (SC21 §2.2), and a cut costs
-its transfer time to both neighbours. For v = 1 a dynamic programme is exact. For v > 1 CP-SAT improves its
-cut in a window round it. Fixed seed, one worker and a deterministic time limit: ranks that compile for
-themselves get the same cut.
+Stage k is on pipeline rank k mod p; a rank's load is the sum of its v chunks (SC21 §2.2), and a cut costs its transfer
+time to both neighbours. For v = 1 a dynamic programme is exact. For v > 1 CP-SAT improves its cut in a window round it.
+Fixed seed, one worker and a deterministic time limit: ranks that compile for themselves get the same cut.
 """
 
 from __future__ import annotations

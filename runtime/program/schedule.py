@@ -181,9 +181,8 @@ def check_shape(name: str, p: int, m: int, v: int) -> None:
         above = m + p - m % p
         counts = f"{above - p} or {above}" if above > p else f"{above}"
         raise ValueError(
-            f"schedule='interleaved_1f1b' takes microbatches in groups of the {p} pipeline ranks, and {m} "
-            f"microbatches are no multiple of {p}: use num_microbatches={counts}, or schedule='1f1b', "
-            "which takes any number"
+            f"schedule='interleaved_1f1b' takes microbatches in groups of the {p} pipeline ranks, and {m} microbatches "
+            f"are no multiple of {p}: use num_microbatches={counts}, or schedule='1f1b', which takes any number"
         )
 
 

@@ -226,9 +226,8 @@ def gather_whole(manifest: Manifest, rank: Rank, slices: Slices) -> dict[str, Te
     """Return every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere."""
     found = {name: gather_tensor(manifest, rank, slices, name) for name in saved_names(manifest)}
     gathered = {name: whole for name, whole in found.items() if whole is not None}
-    aliases = manifest.aliases if rank.number == 0 else {}
     # A buffer that the user's module does not save is not gathered, whatever its names.
-    return gathered | {alias: gathered[stored] for alias, stored in aliases.items() if stored in gathered}
+    return gathered | {alias: gathered[s] for alias, s in manifest.aliases.items() if s in gathered}
 
 
 def saved_names(manifest: Manifest) -> list[str]:
