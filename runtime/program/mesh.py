@@ -58,11 +58,8 @@ class Mesh:
     def __init__(
         self, tensor: int, pipeline: int, data: int, ranks: tuple[int, ...] | None = None, **further: int
     ) -> None:
-        axes = {**further, "data": data, "pipeline": pipeline, "tensor": tensor}
+        axes = OverAxes(**further, data=data, pipeline=pipeline, tensor=tensor)
         vars(self).update(axes=axes, ranks=ranks, tensor=tensor, pipeline=pipeline, data=data)
-
-    def __hash__(self) -> int:
-        return hash((tuple(self.axes.items()), self.ranks))
 
     @property
     def size(self) -> int:
