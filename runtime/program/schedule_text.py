@@ -40,18 +40,9 @@ class _Run(NamedTuple):
     step: int
 
 
-class _Cycle(NamedTuple):
-    """Runs that come `times` times from run `start` to run `stop`, with `step` more added each time."""
-
-    start: int
-    stop: int
-    body: tuple[_Run, ...]
-    times: int
-    step: int
-
-    @property
-    def covered(self) -> int:
-        return self.times * sum(run.times for run in self.body)
+_Cycle = tuple[
+    slice, Sequence[_Run], int, int
+]  # the runs that it covers, those that come again, times and step
 
 
 def format_schedule(actions: Sequence[Action]) -> str:
@@ -67,12 +58,12 @@ def format_schedule(actions: Sequence[Action]) -> str:
     start, stop = max(first_backward - 1, 0), last_forward + 2
     pairs = range(start, min(stop, len(units)), 2)
     steady = _find_runs([sum(units[first : min(first + 2, stop)], ()) for first in pairs])
-    cycle = max(_cycles(steady), key=lambda cycle: cycle.covered)
+    covered, body, times, step = max(_cycles(steady), key=lambda cycle: _count(steady[cycle[0]]))
     warm_up, cool_down = _find_runs(units[:start]), _find_runs(units[stop:])
     middle: list[tuple[str, Sequence[_Run]]] = [("steady:", steady)]
-    if cycle.times > 1 and 2 * cycle.covered >= sum(run.times for run in steady):
-        repeated = f"steady, {cycle.times} times, microbatch +{cycle.step}:", cycle.body
-        middle = [("steady:", steady[: cycle.start]), repeated, ("steady:", steady[cycle.stop :])]
+    if times > 1 and 2 * _count(steady[covered]) >= _count(steady):
+        repeated = f"steady, {times} times, microbatch +{step}:", body
+        middle = [("steady:", steady[: covered.start]), repeated, ("steady:", steady[covered.stop :])]
     return _join_lines(("warm-up:", warm_up), *middle, ("cool-down:", cool_down))
 
 
@@ -142,10 +133,14 @@ def _find_runs(parts: Sequence[tuple[Action, ...]]) -> list[_Run]:
     return runs
 
 
+def _count(runs: Iterable[_Run]) -> int:
+    return sum(run.times for run in runs)
+
+
 def _cycles(runs: Sequence[_Run]) -> Iterator[_Cycle]:
     """Yield each single run, and each stretch of neighbours that come again, as a cycle."""
     for index, run in enumerate(runs):
-        yield _Cycle(index, index + 1, (run._replace(times=1, step=0),), run.times, run.step)
+        yield slice(index, index + 1), [run._replace(times=1, step=0)], run.times, run.step
     first = [run.actions[0].microbatch for run in runs]
     shapes = [(_shape(run.actions), run.times, run.step) for run in runs]
     for length in range(1, min(len(runs) // 2, _MAX_CYCLE) + 1):
@@ -157,8 +152,7 @@ def _cycles(runs: Sequence[_Run]) -> Iterator[_Cycle]:
             size = sum(1 for _ in stretch)
             times = size // length + 1
             if distance >= 0 and times > 1:
-                body = tuple(runs[start : start + length])
-                yield _Cycle(start, start + times * length, body, times, distance)
+                yield slice(start, start + times * length), runs[start : start + length], times, distance
             start += size
 
 
