@@ -265,13 +265,10 @@ def _schedule(
 
 def rank_seconds(times: schedule_times.ActionTimes, num_ranks: int) -> list[Any]:
     """Return the time of each rank's own actions on one microbatch, with messages where they hold up their sender."""
-    count = len(times.by_kind[Kind.FORWARD])
-    holds = times.blocking and num_ranks > 1
-
-    def occupies(kind: Kind, stage: int) -> bool:
-        return kind.computes or (holds and 0 <= stage + kind.direction < count)
-
-    seconds = [sum(row[k] for kind, row in times.by_kind.items() if occupies(kind, k)) for k in range(count)]
+    stages = range(len(times.by_kind[Kind.FORWARD]))
+    holding = {k: row for k, row in times.by_kind.items() if k.computes or (times.blocking and num_ranks > 1)}
+    rows = [(row, 0 if kind.computes else kind.direction) for kind, row in holding.items()]
+    seconds = [sum(row[stage] for row, way in rows if stage + way in stages) for stage in stages]
     return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]
 
 
@@ -281,14 +278,12 @@ def least_seconds(times: schedule_times.ActionTimes, num_ranks: int, num_microba
     A rank's first forward waits for those of the ranks before it, and its last backward is followed by theirs. 1F1B of
     even stages takes exactly that (SC21 §2.2).
     """
-    forward, backward, ahead, behind = (
-        times.by_kind[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SEND_OUTPUT, Kind.SEND_GRADIENT)
-    )
+    rows = times.by_kind
     least = before = after = 0.0
     for rank, work in enumerate(rank_seconds(times, num_ranks)):
-        back = behind[rank] if rank else 0.0
+        back = rows[Kind.SEND_GRADIENT][rank] if rank else 0.0
         least = max(least, before + num_microbatches * work + after + (0.0 if times.blocking else back))
         if rank + 1 < num_ranks:
-            before += forward[rank] + ahead[rank]
-            after += backward[rank] + back
+            before += rows[Kind.FORWARD][rank] + rows[Kind.SEND_OUTPUT][rank]
+            after += rows[Kind.BACKWARD][rank] + back
     return least
