@@ -193,11 +193,8 @@ class Rewriter:
 
     def _emit(self, before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Write a call in front of `before`, under its place in the user's model."""
-        with self.graph.inserting_before(before):
-            node = self.graph.call_function(target, args, kwargs)
-        describe(node, self.propagation.run(node), info(before))
         self.changed = True
-        return node
+        return self.propagation.write(before, target, args, kwargs, before)
 
     def _load(self, source: fx.Node, before: fx.Node) -> fx.Node:
         name = self.constants.name(source)

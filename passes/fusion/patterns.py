@@ -27,19 +27,19 @@ class Call:
 class Match:
     """A chain that one call replaces.
 
-    The call gives the value of the node that it is like; if it returns several, first those of the `earlier` nodes.
-    `members` are the further nodes that it makes superfluous, `constants` those to which it gives no gradient.
+    The call gives the value of the node that it is like, or those of `several` nodes. `members` are the further nodes
+    that it makes superfluous, `constants` those to which it gives no gradient.
     """
 
     call: Call
     members: Collection[fx.Node] = ()
-    earlier: tuple[fx.Node, ...] = ()
+    several: tuple[fx.Node, ...] = ()
     constants: tuple[fx.Node, ...] = ()
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
         """Return the nodes whose values the call gives, in graph order."""
-        return (*self.earlier, self.call.like)
+        return self.several or (self.call.like,)
 
 
 # x, the parameter of the last dimension's size that is added to it, and the nodes of the sum.

@@ -5,7 +5,6 @@ row-parallel bias stands after the all-reduce already, and goes from there into 
 """
 
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -17,15 +16,15 @@ from autoptd.passes.cost.work import describe_saving
 from autoptd.passes.fusion import matches, patterns
 from autoptd.passes.fusion.activations import ANALYTIC, KNOWN, match_activation
 from autoptd.passes.fusion.patterns import Call, Match, alike, is_call, is_reshape, is_single
+from autoptd.passes.fusion.writing import ChainWriter
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.names import operator_word, rename_nodes
-from autoptd.passes.ir.nodes import Propagation, change_info, describe, info, operator_name, shape_of
+from autoptd.passes.ir.nodes import Propagation, info, shape_of
 from autoptd.passes.ir.products import find_factors, read_product
 from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.passes.operators.table import OPERATORS, Trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.operands import HALF
-from autoptd.runtime.program.placement import REPLICATED
 
 NEAR = 8  # GEMMs allowed within a chain: branches of one layer wait for each other
 
@@ -45,18 +44,18 @@ def fuse_operators(program: Program) -> Program:
     stages: list[Stage] = []
     for stage in program.stages:
         copied = replace(stage, graph=copy_graph(stage.graph))
-        written: set[fx.Node] = set()
+        writer = ChainWriter(propagation)
         for rule in rules:
-            _apply(rule, copied, propagation, written)
-        counts.update(operator_word(node.target) for node in copied.graph.nodes if node in written)
+            _apply(rule, copied, writer)
+        counts.update(operator_word(node.target) for node in copied.graph.nodes if node in writer.written)
         stages.append(replace(stage, graph=rename_nodes(copied.graph)))
     found = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     entry = f"{found}; {describe_saving(program.stages, stages)}" if found else "nothing to fuse"
     return program.replace_stages(tuple(stages), f"fuse_operators {entry}")
 
 
-def _apply(rule: Rule, stage: Stage, propagation: Propagation, written: set[fx.Node]) -> None:
-    """Replace the chains that the rule describes and `_Judge` allows; the calls in their place are `written`."""
+def _apply(rule: Rule, stage: Stage, writer: ChainWriter) -> None:
+    """Replace the chains that the rule describes and `_Judge` allows."""
     graph, (targets, read) = stage.graph, rule
     calls = (graph.find_nodes(op="call_function", target=target, sort=False) for target in targets)
     judge: _Judge | None = None
@@ -65,7 +64,7 @@ def _apply(rule: Rule, stage: Stage, propagation: Propagation, written: set[fx.N
         if match is not None:
             judge = judge or _Judge(stage)
             if judge.allows(match):
-                _replace(graph, match, propagation, written)
+                writer.replace(match)
 
 
 class _Judge:
@@ -92,56 +91,6 @@ class _Judge:
         )
 
 
-def _replace(graph: fx.Graph, match: Match, propagation: Propagation, written: set[fx.Node]) -> None:
-    """Write the call at its first result, and remove the chain."""
-    first = match.results[0]
-    made = _write(graph, match.call, first, propagation, written)
-    if not is_reshape(made):
-        written.add(made)
-    values = [made]
-    if len(match.results) > 1:
-        name = f"{_name(match.results[-1])}_pair"
-        change_info(made, name=name, placement=(REPLICATED,) * len(match.results))
-        with graph.inserting_before(first):
-            values = [graph.call_function(operator.getitem, (made, i)) for i in range(len(match.results))]
-    for index, (old, new) in enumerate(zip(match.results, values, strict=True)):
-        val = made.meta["val"] if new is made else made.meta["val"][index]
-        if not alike(val, old.meta["val"]):
-            raise ValueError(
-                f"{operator_name(made.target)} returns {val} for {old}; expected {old.meta['val']}"
-            )
-        describe(new, val, info(old).at(info(made)), name=_name(old))
-        old.replace_all_uses_with(new)
-    items: set[int] = set()
-    for node in sorted({*match.members, *match.results, *values}, reverse=True):
-        if not node.users:
-            items.update(info(node).items)
-            graph.erase_node(node)
-    change_info(made, items=tuple(sorted(items)))
-
-
-def _write(
-    graph: fx.Graph, call: Call, place: fx.Node, propagation: Propagation, written: set[fx.Node]
-) -> fx.Node:
-    """Write the call before `place`, after its arguments."""
-    rest = place, propagation, written
-    args = tuple(_write(graph, a, *rest) if isinstance(a, Call) else a for a in call.args)
-    for node in args:
-        if isinstance(node, fx.Node) and node.op == "get_attr" and place < node:
-            place.prepend(node)
-    with graph.inserting_before(place):
-        made = graph.call_function(call.target, args, dict(call.kwargs))
-    describe(made, propagation.run(made), info(call.like), name=_name(call.like), value=None)
-    if call.like in written and not is_reshape(made):
-        written.add(made)
-    return made
-
-
-def _name(node: fx.Node) -> str:
-    """Name a node after the one that it replaces."""
-    return info(node).name or node.name
-
-
 # Rules
 
 
@@ -158,8 +107,7 @@ def _linear_gelu(node: fx.Node) -> Match | None:
         x = x.args[0]
     if shape_of(x) != shape:
         return None
-    options = {**node.kwargs, **({"transposed": True} if linear.transposed else {})}
-    call = Call(kernels.linear_gelu, (x, linear.weight, linear.bias), node, options)
+    call = Call(kernels.linear_gelu, (x, linear.weight, linear.bias), node, node.kwargs | linear.options)
     return Match(call, (linear.node, *reshaped))
 
 
@@ -170,8 +118,7 @@ def _half_linear(node: fx.Node) -> Match | None:
         return None
     if product.bias is not None and shape_of(product.bias) != shape_of(node)[-1:]:
         return None
-    options = {"transposed": True} if product.transposed else {}
-    return Match(Call(kernels.linear, (product.x, *product.parameters), node, options))
+    return Match(Call(kernels.linear, (product.x, *product.parameters), node, product.options))
 
 
 def _add_linear(node: fx.Node) -> Match | None:
@@ -184,8 +131,7 @@ def _add_linear(node: fx.Node) -> Match | None:
         if product is None or product.bias is not None or inner.kwargs or len(shape_of(product.weight)) != 2:
             continue
         if (width := shape_of(product.x)[-1]) < shape_of(inner)[-1]:
-            options = {"transposed": True} if product.transposed else {}
-            call = Call(kernels.add_linear, (total, *product.factors, float(scale)), node, options)
+            call = Call(kernels.add_linear, (total, *product.factors, float(scale)), node, product.options)
             found[width] = Match(call, {term, inner})
     return found[min(found)] if found else None
 
@@ -282,8 +228,8 @@ def _add_norm(node: fx.Node) -> Match | None:
         if terms is None:
             return None
         x, rest = terms[0], [None, terms[1]]
-    arguments = (rank, x, *node.args[1:], *rest)
-    return Match(Call(_ADDED_NORMS[node.target], arguments, node, total.kwargs), earlier=(total,))
+    call = Call(_ADDED_NORMS[node.target], (rank, x, *node.args[1:], *rest), node, total.kwargs)
+    return Match(call, several=(total, node))
 
 
 _ADDED_NORMS: Any = {kernels.layer_norm: kernels.add_layer_norm, kernels.rms_norm: kernels.add_rms_norm}

@@ -44,6 +44,11 @@ class MatrixProduct:
         return self.contracted == 0
 
     @property
+    def options(self) -> dict[str, Any]:
+        """The keyword of our kernels that says so."""
+        return {"transposed": True} if self.transposed else {}
+
+    @property
     def factors(self) -> tuple[fx.Node, fx.Node]:
         return self.x, self.weight
 

@@ -9,8 +9,12 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import Propagation, aten_name, describe, info, shape_of
+from autoptd.passes.fusion.patterns import Call, Match
+from autoptd.passes.fusion.writing import ChainWriter
+from autoptd.passes.ir.names import rename_nodes
+from autoptd.passes.ir.nodes import Propagation, aten_name, shape_of
 from autoptd.passes.ir.products import read_product, read_products
+from autoptd.passes.ir.program import copy_graph
 from autoptd.passes.ir.views import read_cut
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, kernels
@@ -25,31 +29,22 @@ def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     """
     if not any(_is_product(node) for node in graph.nodes):
         return graph
-    packed = {split: chain for split in graph.nodes if (chain := _chain(split))}
-    gone = {node for chain in packed.values() for node in chain}
-    copy = fx.Graph()
-    propagation = Propagation(mesh)
-    values: dict[fx.Node, fx.Node] = {}
+    copy, writer = copy_graph(graph), ChainWriter(Propagation(mesh))
+    for node in copy.nodes:
+        if chain := _chain(node):
+            writer.replace(Match(_take_apart(node, *chain), chain))
+    return rename_nodes(copy)
 
-    def write(target: Any, arguments: Any, like: fx.Node) -> fx.Node:
-        node = copy.create_node("call_function", target, arguments, {}, like.name)
-        describe(node, propagation.run(node), info(like))
-        return node
 
-    for node in graph.nodes:
-        if node in packed:
-            linear, *reshaped = packed[node]
-            (product,), sections = read_products(linear), len(node.meta["val"])
-            options = (True,) if product.transposed else ()
-            arguments: Any = (product.x, product.weight, product.bias, sections, *options)
-            made = write(kernels.split_linear, fx.map_arg(arguments, values.__getitem__), linear)
-            for view in reshaped:
-                *rows, width = shape_of(view)
-                made = write(view.target, (made, [sections, *rows, width // sections]), view)
-            values[node] = write(aten.unbind.int, (made, 0), node)
-        elif node not in gone:
-            values[node] = copy.node_copy(node, values.__getitem__)
-    return copy
+def _take_apart(split: fx.Node, linear: fx.Node, *reshaped: fx.Node) -> Call:
+    """Return the call that gives the parts one by one."""
+    (product,), sections = read_products(linear), len(split.meta["val"])
+    arguments = (product.x, product.weight, product.bias, sections)
+    made = Call(kernels.split_linear, (*arguments, *product.options.values()), linear)
+    for view in reshaped:
+        *rows, width = shape_of(view)
+        made = Call(view.target, (made, [sections, *rows, width // sections]), view)
+    return Call(aten.unbind.int, (made, 0), split)
 
 
 def _is_product(node: fx.Node) -> bool:
