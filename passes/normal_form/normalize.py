@@ -19,7 +19,7 @@ from autoptd.passes.ir.nodes import info, nodes_in, refuse_random, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.normal_form.autocast import cast_arguments, describe_result, enter_region
 from autoptd.passes.normal_form.operator_rewrites import rewrite
-from autoptd.passes.normal_form.writer import Call, Cell, Storage, functional_twin, is_mutation, refuse_owned
+from autoptd.passes.normal_form.writer import Call, Cell, Writer, functional_twin, is_mutation, refuse_owned
 from autoptd.runtime import aten
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.placement import Parameter
@@ -63,7 +63,7 @@ def normalize(program: Program) -> Program:
     return program.replace_stages((Stage(graph, stage.parameters, stage.constants),), entry)
 
 
-class Normalizer(Storage):
+class Normalizer(Writer):
     """A writer of the normalised graph, one operator of the exported graph at a time."""
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:

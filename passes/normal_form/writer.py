@@ -13,37 +13,11 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.gradients import may_be_trained
-from autoptd.passes.ir.nodes import NodeInfo, describe, name_arguments, where
+from autoptd.passes.ir.nodes import NodeInfo, argument, describe, name_arguments, where
 from autoptd.passes.ir.strides import is_view
+from autoptd.passes.ir.views import read_cut
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
-
-
-class Writer:
-    """A writer of the normalised graph; `trained` holds the nodes through which a gradient reaches a parameter."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.trained: set[fx.Node] = set()
-        self.dropouts = 0
-        self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-        self.rank = self.graph.placeholder("rank")
-        describe(self.rank, None, NodeInfo(role="rank"))
-
-    def emit(
-        self, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any], kwargs: Any = None
-    ) -> fx.Node:
-        """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
-        node = self.graph.call_function(target, args, dict(kwargs or {}))
-        node.meta = dict(meta)
-        if may_be_trained(node) and not self.trained.isdisjoint(node.all_input_nodes):
-            self.trained.add(node)
-        return node
-
-    def next_dropout(self) -> int:
-        """Return the number of the next operator that draws a mask."""
-        self.dropouts += 1
-        return self.dropouts - 1
 
 
 @dataclass(frozen=True)
@@ -126,16 +100,43 @@ def functional_twin(target: OpOverload) -> OpOverload | None:
     return getattr(packet, target._overloadname, None)
 
 
-class Storage(Writer):
-    """A writer that keeps the present value of every tensor, written through views to the tensors they look into."""
+class Writer:
+    """A writer of the normalised graph, which keeps the present value of every tensor.
+
+    What is written through a view is written to the tensor that it looks into. `trained` holds the nodes through which
+    a gradient reaches a parameter.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.trained: set[fx.Node] = set()
+        self.dropouts = 0
+        self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self.rank = self.graph.placeholder("rank")
+        describe(self.rank, None, NodeInfo(role="rank"))
+
+    def emit(
+        self, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any], kwargs: Any = None
+    ) -> fx.Node:
+        """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
+        node = self.graph.call_function(target, args, dict(kwargs or {}))
+        node.meta = dict(meta)
+        if may_be_trained(node) and not self.trained.isdisjoint(node.all_input_nodes):
+            self.trained.add(node)
+        return node
+
+    def next_dropout(self) -> int:
+        """Return the number of the next operator that draws a mask."""
+        self.dropouts += 1
+        return self.dropouts - 1
 
     def read(self, cell: Cell) -> fx.Node:
         """Return the present value; a view whose base was written since is taken again."""
         if cell.base is not None and cell.view is not None:
             value = self.read(cell.base)
             if cell.base.version != cell.seen:
-                view = cell.view
-                cell.node = self.emit(view.target, (value, *view.args[1:]), view.meta, view.kwargs)
+                target, rest = _read_view(cell.view)
+                cell.node = self.emit(target, (value, *rest), cell.view.meta, cell.view.kwargs)
                 cell.seen = cell.base.version
                 cell.version += 1
         return cell.node
@@ -145,8 +146,8 @@ class Storage(Writer):
         source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if not isinstance(source, Cell) or not _is_view(node.target):
             return Cell(made)
-        if node.target is operator.getitem and source.base is None:
-            return Cell(made)  # one of several new tensors, as of topk
+        if node.target is operator.getitem:  # without a base one of several new tensors, as of topk
+            return Cell(made, base=source.base, view=made, seen=source.seen)
         if made is source.node:
             return source
         if made.args[0] is not source.node or _copies(made, source.node):
@@ -161,19 +162,13 @@ class Storage(Writer):
             value = self.emit(aten.to.dtype, (value, kept.dtype), {**value.meta, "val": kept})
         cell.node = value
         cell.version += 1
-        base, view = cell.base, cell.view
-        if base is None or view is None:
-            return
-        if view.target is operator.getitem and base.base is not None and base.view is not None:
-            self._write_piece(base.base, base.view, int(view.args[1]), value)  # type: ignore[arg-type]
-            self.read(base)
-        else:
-            self.write(base, self._undo(view, self.read(base), value))
-        cell.seen = base.version
+        if cell.base is not None and cell.view is not None:
+            self.write(cell.base, self._undo(cell.view, self.read(cell.base), value))
+            cell.seen = cell.base.version
 
     def _undo(self, view: fx.Node, whole: fx.Node, value: fx.Node) -> fx.Node:
         """Return `whole` with `value` written where `view` looks."""
-        target, rest = view.target, view.args[1:]
+        target, rest = _read_view(view)
         meta = {**value.meta, "val": whole.meta["val"]}
         if target in _SCATTERS:
             return self.emit(_SCATTERS[target], (whole, value, *rest), meta)
@@ -186,18 +181,18 @@ class Storage(Writer):
             "place"
         )
 
-    def _write_piece(self, base: Cell, split: fx.Node, index: int, value: fx.Node) -> None:
-        """Write piece `index` of a split or unbind of `base`."""
-        whole = self.read(base)
-        meta = {**value.meta, "val": whole.meta["val"]}
-        if split.target is aten.unbind.int:
-            dim = split.args[1] if len(split.args) > 1 else 0
-            self.write(base, self.emit(aten.select_scatter.default, (whole, value, dim, index), meta))
-            return
-        dim = int(split.args[2]) if len(split.args) > 2 else 0  # type: ignore[arg-type]
-        start = sum(piece.shape[dim] for piece in split.meta["val"][:index])
-        arguments = (whole, value, dim, start, start + split.meta["val"][index].shape[dim])
-        self.write(base, self.emit(aten.slice_scatter.default, arguments, meta))
+
+def _read_view(view: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operator of a view and its arguments besides the base; a piece is the slice or the row that it is."""
+    if view.target is not operator.getitem:
+        return view.target, view.args[1:]
+    split: Any
+    split, index = view.args
+    if split.target is aten.unbind.int:
+        return aten.select.int, (argument(split, 1, "dim", 0), index)
+    cut = read_cut(split)
+    start = sum(cut.lengths[:index])
+    return aten.slice.Tensor, (cut.dim, start, start + cut.lengths[index])
 
 
 def refuse_owned(cell: Cell, node: fx.Node) -> None:
