@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.names import free_name, live_nodes
+from autoptd.passes.ir.names import free_name
 from autoptd.passes.ir.nodes import argument, is_lifted, where
-from autoptd.passes.ir.program import Program, Stage, constants_made
+from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
 from autoptd.passes.operators.table import Trait, rules_of, strip
 from autoptd.runtime import aten
@@ -143,26 +143,15 @@ class _Folder:
 
     def split(self) -> fx.Graph:
         """Take the constants out of the graph and return the graph that makes them; `made` names them."""
-        nodes = live_nodes(self.graph)
-        live = set(nodes)
-        once = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
+        self.graph.eliminate_dead_code()
         outputs: dict[str, fx.Node] = {}
-        for node in nodes:
-            if node not in self.constant:
-                continue
-            values[node] = once.node_copy(node, values.__getitem__)
-            users = [user for user in node.users if user in live and user not in self.constant]
-            if users and node.op != "get_attr":
-                loaded = self._load(node, users)
-                live.add(loaded)
-                outputs[str(loaded.target)] = values[node]
-        for node in reversed(self.graph.nodes):
-            if node not in live or (node in self.constant and not node.users):
-                self.graph.erase_node(node)
-        if outputs:
-            once.output(outputs)
-        return once if outputs else fx.Graph()
+        for node in list(self.graph.nodes):
+            users = [user for user in node.users if user not in self.constant]
+            if node in self.constant and users and node.op != "get_attr":
+                outputs[str(self._load(node, users).target)] = node
+        once = constants_graph(outputs)
+        self.graph.eliminate_dead_code()
+        return once
 
     def _load(self, node: fx.Node, users: list[fx.Node]) -> fx.Node:
         """Load a constant where it was computed, named after the operator that computed its elements."""
