@@ -24,11 +24,6 @@ from autoptd.runtime.program.placement import REPLICATED, Parameter
 
 PARAMETER_DISCOUNT = 64  # a parameter's gradient is summed once per step, an activation's once per microbatch
 
-Component = list[fx.Node]
-# Price, source?, forced?, sink?, readers inside.
-Shape = tuple[tuple[int, bool, bool, bool, tuple[int, ...]], ...]
-Sides = tuple[frozenset[int], frozenset[int]]
-
 
 def place_copies(
     graph: fx.Graph, parameters: Mapping[str, Parameter], pipeline: int
@@ -49,11 +44,10 @@ def place_copies(
         marked[name] = replace(marked[name], placement=placement)
 
     copies = 0
-    solved: dict[Shape, Sides] = {}
     for component in region.components():
-        cut, before = region.cut(component, solved)
+        cut, before = region.cut(component)
         if pipeline > 1 and before.isdisjoint(stream := region.stream(component)):
-            cut, before = region.cut(component, solved, stream)
+            cut, before = region.cut(component, stream)
         for node in component:
             if node not in before:
                 marks = tuple(p.with_partial_gradient("tensor") for p in info(node).placements)
@@ -121,7 +115,7 @@ class _Region:
         """Readers that give `node` a partial gradient, if partial gradients go as far back as they may."""
         return [n for n in self.readers(node) if n in self.divided or n in self.partial]
 
-    def components(self) -> list[Component]:
+    def components(self) -> list[list[fx.Node]]:
         """Replicated values with a partial reader, grouped by what they flow through."""
         members = [
             n
@@ -137,7 +131,7 @@ class _Region:
         network.add_edges_from((s, n) for n in self.partial & inside for s in inside & {*n.all_input_nodes})
         return sorted(map(sorted, nx.connected_components(network)))
 
-    def stream(self, component: Component) -> set[fx.Node]:
+    def stream(self, component: list[fx.Node]) -> set[fx.Node]:
         """Return the values of a residual stream that several operators read, to which sums over the ranks are added.
 
         Not what is computed of those whose gradient may not be whole: its own may not, either.
@@ -152,30 +146,38 @@ class _Region:
         return calls - bound
 
     def cut(
-        self, component: Component, solved: dict[Shape, Sides], stream: Collection[fx.Node] = ()
+        self, component: list[fx.Node], stream: Collection[fx.Node] = ()
     ) -> tuple[list[fx.Node], set[fx.Node]]:
         """Return the cheapest members that separate whole gradients from divided readers, and those with whole ones.
 
-        The `stream` is to do so. Equal components share the answer.
+        The `stream` is to do so.
         """
-        place = {node: i for i, node in enumerate(component)}
-        shape = []
+        sources = [node for node in component if node not in self.partial or node in stream]
+        if not sources or len(component) == 1:
+            return sources, set(sources)
+        network = nx.DiGraph()
+        network.add_edges_from(("source", (node, "in")) for node in sources)
+        # The gradient of a forced one may not be whole.
+        network.add_edges_from(((node, "in"), "sink") for node in component if node in self.forced)
         for node in component:
-            inner = tuple(sorted(place[n] for n in self.partial_readers(node) if n in self.partial))
-            sink = any(n in self.divided and n not in self.forced for n in self.partial_readers(node))
-            forced = node in self.forced
-            shape.append((self._price(node), node not in self.partial or node in stream, forced, sink, inner))
-        key = tuple(shape)
-        if key not in solved:
-            solved[key] = _minimum_cut(key)
-        cut, before = solved[key]
-        return [component[i] for i in sorted(cut)], {component[i] for i in before}
+            network.add_edge((node, "in"), (node, "out"), capacity=self._price(node))
+            for reader in self.partial_readers(node):
+                if reader in self.partial:
+                    network.add_edge((node, "out"), (reader, "in"))
+                    network.add_edge(
+                        (reader, "in"), (node, "in")
+                    )  # one with a whole gradient gives a whole one
+                else:
+                    network.add_edge((node, "out"), "sink")
+        _, (near, _) = nx.minimum_cut(network, "source", "sink")
+        before = [node for node in component if (node, "in") in near]
+        return [node for node in before if (node, "out") not in near], set(before)
 
-    def _price(self, node: fx.Node) -> int:
-        """Bytes to sum at this node; 0: it cannot be done there."""
+    def _price(self, node: fx.Node) -> float:
+        """Bytes to sum at this node; infinite where it cannot be done."""
         value = node.meta["val"]
         if node in self.forced or not isinstance(value, torch.Tensor):
-            return 0
+            return float("inf")
         size = tensor_bytes(value)
         if node.op == "get_attr" and len(self.partial_readers(node)) == len(self.readers(node)):
             return size // PARAMETER_DISCOUNT + 1
@@ -189,26 +191,3 @@ class _Region:
         describe(copy, node.meta["val"], info(node), placement=REPLICATED.with_partial_gradient("tensor"))
         for reader in readers:
             reader.replace_input_with(node, copy)
-
-
-def _minimum_cut(shape: Shape) -> Sides:
-    """Positions of the cheapest nodes between sources and sinks, and of those on the sources' side of them."""
-    if not any(source for _, source, *_ in shape):
-        return frozenset(), frozenset()
-    if len(shape) == 1:
-        return frozenset([0]), frozenset([0])
-    network = nx.DiGraph()
-    for i, (price, source, forced, sink, inner) in enumerate(shape):
-        network.add_edge((i, "in"), (i, "out"), capacity=price or float("inf"))
-        if source:
-            network.add_edge("source", (i, "in"))
-        if forced:
-            network.add_edge((i, "in"), "sink")  # its gradient may not be whole
-        if sink:
-            network.add_edge((i, "out"), "sink")
-        for reader in inner:
-            network.add_edge((i, "out"), (reader, "in"))
-            network.add_edge((reader, "in"), (i, "in"))  # a reader with a whole gradient gives a whole one
-    _, (near, _) = nx.minimum_cut(network, "source", "sink")
-    before = frozenset(i for i in range(len(shape)) if (i, "in") in near)
-    return frozenset(i for i in before if (i, "out") not in near), before
