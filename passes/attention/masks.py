@@ -75,15 +75,15 @@ class Masks:
             self._known[key] = replace(merged, proved=proved) if isinstance(merged, Mask) else merged
         return self._known[key]
 
-    def describe(self, mask: fx.Node | None) -> str:
-        """Describe the mask that an operator is given."""
+    def read(self, mask: fx.Node | None) -> Mask:
+        """Return the meaning of the mask that an operator is given."""
         source = self.constants.source(mask)
         if mask is None or source is None:
-            return "no mask" if mask is None else "computed in the step"
+            return Mask("open", "no mask") if mask is None else Mask("kept", "computed in the step")
         shape, dtype = source.meta["val"].shape, source.meta["val"].dtype
         step = Step(mask, "fill" if dtype == torch.bool else "add", tuple(shape), float("-inf"), mask)
         found = self.combine([step], tuple(shape), torch.float32)
-        return found.words if isinstance(found, Mask) else "constant"
+        return found if isinstance(found, Mask) else Mask("kept", "constant")
 
     def _take(self, masks: Sequence[Step], dtype: torch.dtype) -> Mask | str:
         """Take masks that depend on the batch."""

@@ -3,7 +3,7 @@
 Attention is found by dataflow, from each softmax (`chain`), and the meaning of its masks is proved (`masks`). Without
 dropout, and if every query is proved to see a key, the whole chain becomes ``scaled_dot_product_attention``. Otherwise
 the part around the softmax becomes ``kernels.scaled_softmax`` (SC21 §4.2) if that means the same: scale, mask,
-softmax, keyed dropout. Any other attention is left as it is.
+softmax, keyed dropout. Any other attention is left as it is, but for a mask that is proved to be causal or to show all.
 """
 
 from collections import Counter
@@ -15,11 +15,11 @@ from torch import fx
 
 from autoptd.passes.attention.chain import read_chain
 from autoptd.passes.attention.constants import Constants
-from autoptd.passes.attention.rewriting import Rewriter, find_groups
+from autoptd.passes.attention.rewriting import Rewriter
 from autoptd.passes.cost.work import describe_saving
 from autoptd.passes.ir.nodes import argument, called, shape_of, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
-from autoptd.passes.operators.table import Trait, has_trait, rules_of
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, kernels
 
 
@@ -45,12 +45,7 @@ def recognize_attention(program: Program) -> Program:
 def find_attentions(program: Program) -> tuple[Program, tuple[Finding, ...]]:
     """Return the result of `recognize_attention`, and its findings in graph order."""
     (stage,) = program.stages
-    written = any(node.target is aten.softmax.int for node in stage.graph.nodes)
-    fused = [node for node in stage.graph.nodes if has_trait(node, Trait.FUSED_ATTENTION)]
-    grouped = any(find_groups(node) is not None for node in fused)
-    # Without either there is nothing to rewrite, and a copy of a large graph takes its time.
-    graph = copy_graph(stage.graph) if written or grouped else stage.graph
-    constants = Constants(stage, program.buffers)
+    graph, constants = copy_graph(stage.graph), Constants(stage, program.buffers)
     rewriter = Rewriter(graph, constants, program)
     weights = [n for name, n in rewriter.loads.items() if constants.parameters[name].kind == "parameter"]
     learned = set(walk(weights, attrgetter("users")))
@@ -65,10 +60,11 @@ def find_attentions(program: Program) -> tuple[Program, tuple[Finding, ...]]:
 def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding | None:
     """Rewrite the attention of a node that is one, or is its softmax; return None for any other node."""
     if has_trait(node, Trait.FUSED_ATTENTION):
+        words = rewriter.drop_mask(node)
         rewriter.group_heads(node)
-        return Finding("sdpa", _mask_words(rewriter, node), "", where(node))
+        return Finding("sdpa", words, "", where(node))
     if node.target is kernels.scaled_softmax:
-        return Finding("softmax", _mask_words(rewriter, node), "of dropout", where(node))
+        return Finding("softmax", rewriter.drop_mask(node), "of dropout", where(node))
     if node.target is not aten.softmax.int:
         return None
     chain = read_chain(node, rewriter.constants.number, learned)
@@ -82,12 +78,6 @@ def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding 
         return Finding("sdpa", mask.words, "", where(node))
     part, reason = rewriter.fuse_softmax(chain, mask)
     return Finding("softmax" if part else "", part.words if part else "", reason, where(node))
-
-
-def _mask_words(rewriter: Rewriter, node: fx.Node) -> str:
-    causal = argument(node, 5 if has_trait(node, Trait.FUSED_ATTENTION) else 3, "is_causal", False)
-    mask = rules_of(node).mask
-    return "causal" if causal else rewriter.masks.describe(argument(node, *mask) if mask else None)
 
 
 def _describe(findings: Sequence[Finding]) -> str:

@@ -16,7 +16,7 @@ from autoptd.passes.attention.products import Factor, Result, Step
 from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, describe, info, shape_of
 from autoptd.passes.ir.program import Program, Stage
-from autoptd.passes.operators.table import Trait, has_trait
+from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.operands import HALF
 
@@ -136,6 +136,17 @@ class Rewriter:
             node.args = (node.args[0], *groups)
             node.kwargs = {**node.kwargs, "enable_gqa": True}
             self.changed = True
+
+    def drop_mask(self, node: fx.Node) -> str:
+        """Take away the mask of an attention that is fused already, if its meaning is proved; return it in words."""
+        place = rules_of(node).mask
+        given = self.masks.read(argument(node, *place) if place else None)
+        if place is not None and len(node.args) > place[0] and given.verdict != "kept":
+            node.args = node.args[: place[0]]
+            node.kwargs = {**({"is_causal": True} if given.verdict == "causal" else {}), **node.kwargs}
+            self.changed, self.proved = True, self.proved | given.proved
+        causal = argument(node, 5 if has_trait(node, Trait.FUSED_ATTENTION) else 3, "is_causal", False)
+        return "causal" if causal else given.words
 
     # The part around the softmax
 

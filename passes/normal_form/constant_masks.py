@@ -19,7 +19,7 @@ _LIMIT = 1 << 31  # a larger mask is left as it is
 class MaskJudge:
     """A judge of masks that computes constants on the CPU, large masks in blocks of query rows.
 
-    `judge` returns what a mask allows: "causal", "open" (every key), "kept" (else) or "unknown" (not computed).
+    `judge` returns what a mask of bool allows: "causal", "open" (every key), "kept" (else) or "unknown" (not computed).
     """
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
@@ -109,16 +109,6 @@ def buffers_under(constant: fx.Node) -> frozenset[str]:
 
 def _allowed(block: Tensor, start: int) -> set[str]:
     """Return which verdicts, "causal" and "open", rows ``start ...`` of a mask agree with."""
-    if block.dtype == torch.bool:
-        allowed = block
-    elif block.is_floating_point():
-        allowed = block == 0
-        # An additive mask is 0 or excludes a key; anything between is a bias (ALiBi).
-        if not (allowed | (block <= torch.finfo(block.dtype).min)).all():
-            return set()
-    else:
-        return set()
-    rows, columns = block.shape[-2:]
-    seen = torch.ones(rows, columns, dtype=torch.bool).tril(start)
-    verdicts = {"open": allowed.all(), "causal": (allowed == seen).all()}
+    causal = torch.ones(block.shape[-2:], dtype=torch.bool).tril(start)
+    verdicts = {"open": block.all(), "causal": (block == causal).all()}
     return {verdict for verdict, holds in verdicts.items() if holds}

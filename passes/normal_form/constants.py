@@ -1,6 +1,5 @@
-"""Move values that depend on neither parameters nor data out of the step, and prove masks causal."""
+"""Move values that depend on neither parameters nor data out of the step."""
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +8,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.names import free_name
-from autoptd.passes.ir.nodes import argument, is_lifted, where
+from autoptd.passes.ir.nodes import is_lifted, where
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
-from autoptd.passes.operators.table import Trait, rules_of, strip
+from autoptd.passes.operators.table import Trait, strip
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 
@@ -30,17 +29,14 @@ _FACTORIES: dict[Any, OpOverload] = {
 
 
 def fold_constants(program: Program) -> Program:
-    """Move constant subgraphs to ``Stage.constants``, each made once; drop masks that are exactly causal.
+    """Move constant subgraphs, which depend on buffers at most, to ``Stage.constants``, each made once.
 
-    A constant depends on buffers at most. Attention whose mask is proved, by computing it, to allow just the keys up
-    to each query gets ``is_causal=True``; one that allows every key gets no mask; others are kept. Raises ValueError
-    for an embedding of constant numbers, such as positions, that its table lacks.
+    Raises ValueError for an embedding of constant numbers, such as positions, that its table lacks.
     """
     (stage,) = program.stages
     folder = _Folder(stage, program.buffers)
     folder.check_lookups()
     folder.slice_indices()
-    verdicts = folder.drop_masks()
     constants = folder.split()
     graph, made = folder.graph, folder.made
     used = {str(n.target) for g in (graph, constants) for n in g.nodes if n.op == "get_attr"}
@@ -48,9 +44,8 @@ def fold_constants(program: Program) -> Program:
     size = sum(p.bytes for p in made.values())
     before, after = len(stage.graph.nodes), len(graph.nodes)
     entry = f"fold_constants {before} -> {after} nodes, {len(made)} constants of {size} bytes"
-    proofs = "".join(f"; {count} attention masks {verdict}" for verdict, count in sorted(verdicts.items()))
     stages = (Stage(graph, {**kept, **made}, constants),)
-    return program.replace_stages(stages, entry + proofs, proved=folder.proved)
+    return program.replace_stages(stages, entry, proved=folder.proved)
 
 
 class _Folder:
@@ -83,23 +78,6 @@ class _Folder:
                 self.constant.add(kept)
                 if kept is not copied:
                     self.graph.erase_node(copied)
-
-    def drop_masks(self) -> dict[str, int]:
-        """Replace proved masks, and return the number of attentions by verdict."""
-        counts: Counter[str] = Counter()
-        for node in self.graph.nodes:
-            place = rules_of(node).mask
-            mask = argument(node, *place) if place else None
-            if place is None or not isinstance(mask, fx.Node) or mask not in self.constant:
-                continue
-            verdict = self.judge.judge(mask)
-            counts[verdict] += 1
-            if verdict in ("causal", "open"):
-                node.args = node.args[: place[0]]
-                if verdict == "causal":
-                    node.kwargs = {"is_causal": True, **node.kwargs}
-                self.proved |= buffers_under(mask)
-        return counts
 
     def check_lookups(self) -> None:
         for node in self.graph.find_nodes(op="call_function", target=aten.embedding.default):

@@ -164,9 +164,7 @@ class _Region:
             for reader in self.partial_readers(node):
                 if reader in self.partial:
                     network.add_edge((node, "out"), (reader, "in"))
-                    network.add_edge(
-                        (reader, "in"), (node, "in")
-                    )  # one with a whole gradient gives a whole one
+                    network.add_edge((reader, "in"), (node, "in"))  # a whole gradient gives a whole one
                 else:
                     network.add_edge((node, "out"), "sink")
         _, (near, _) = nx.minimum_cut(network, "source", "sink")

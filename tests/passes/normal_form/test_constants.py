@@ -13,6 +13,7 @@ from torch.nn import functional
 import autoptd
 from autoptd.capture.export import capture
 from autoptd.passes.ir.program import Program
+from autoptd.passes.attention.recognition import recognize_attention
 from autoptd.passes.normal_form import constant_masks
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
@@ -46,7 +47,8 @@ class Attention(nn.Module):
 def program_of(model: nn.Module) -> tuple[Program, dict[str, Tensor]]:
     torch.manual_seed(0)
     inputs = {"idx": torch.randint(0, 10, (2, S))}
-    return fold_constants(normalize(capture(model, mesh=Mesh(1, 1, 1), example_inputs=inputs))), inputs
+    folded = fold_constants(normalize(capture(model, mesh=Mesh(1, 1, 1), example_inputs=inputs)))
+    return recognize_attention(folded), inputs
 
 
 def attention_of(program: Program) -> tuple[bool, bool]:
@@ -126,7 +128,7 @@ KEPT = [window, one_off, one_head_off, alibi, large_but_finite, padding]
 def test_causal_masks_are_proved(make: Callable[[Any, Tensor], Tensor], dropout: float) -> None:
     program, _ = program_of(Attention(make, dropout))
     assert attention_of(program) == (False, True)
-    assert "1 attention masks causal" in program.log[-1]
+    assert f"1 {'softmax only' if dropout else 'sdpa'} causal" in program.log[-1]
     assert not len(program.stages[0].constants.nodes)
 
 
@@ -153,7 +155,7 @@ def test_mask_of_a_buffer_without_data_is_kept() -> None:
         model = Attention(buffer)
     program, _ = program_of(model)
     assert attention_of(program) == (True, False)
-    assert "1 attention masks unknown" in program.log[-1]
+    assert "1 sdpa with mask (constant)" in program.log[-1]
 
 
 @pytest.mark.parametrize("make", [tril, compared, window, one_off, everything])
