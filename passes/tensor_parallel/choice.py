@@ -1,16 +1,16 @@
-"""The choice of the axes to divide over the tensor ranks: the exact optimum, found once per distinct layer.
+"""The choice of the axes to divide over the tensor ranks: the exact optimum.
 
 Dividing an axis saves memory on every rank (parameters with their gradients and optimizer state, activations) and
 costs all-reduces where the axis is contracted or where a replicated value enters the divided region. Two axes of one
 tensor exclude each other. For a GPT layer the optimum is Megatron's: heads and MLP width (SC21 §2.3).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, combinations, product
 from math import gcd, prod
+from operator import attrgetter
 
 import networkx as nx
 from torch import fx
@@ -24,17 +24,6 @@ from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.table import Trait, has_trait
 
 STATE_BYTES = 4  # gradient and two Adam moments beside each parameter, in multiples of its own bytes
-
-
-@dataclass
-class _Leaf:
-    """The bytes per microbatch and rank that dividing one leaf saves, and those that it all-reduces."""
-
-    axis: Axis
-    saved: int = 0
-    moved: int = 0
-    excludes: set[int] = field(default_factory=set)  # serials of leaves met in one tensor
-    unfit: bool = False  # met twice in one tensor, or as a segment that an outer factor repeats
 
 
 def choose_axes(graph: fx.Graph, axis_map: AxisMap) -> tuple[dict[Axis, int], list[str]]:
@@ -59,9 +48,9 @@ def choose_axes(graph: fx.Graph, axis_map: AxisMap) -> tuple[dict[Axis, int], li
 
 def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
     """Choose among the axes that are not blocked."""
-    leaves = {leaf.axis.serial: leaf for leaf in _measure(graph, axis_map) if leaf.saved and not leaf.unfit}
-    chosen = [leaves[serial].axis for serial in _solve_components(leaves)]
-    divided = {axis: -axis.size % axis_map.tensor for axis in chosen}
+    rivals, saved, moved = _measure(graph, axis_map)
+    rivals.remove_nodes_from([leaf for leaf in rivals if not saved[leaf] or rivals.has_edge(leaf, leaf)])
+    divided = {leaf: -leaf.size % axis_map.tensor for leaf in solve(rivals, saved, moved)}
     for leaf in _unread_segments(graph, axis_map, divided):
         del divided[leaf]
     return divided
@@ -88,9 +77,13 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     return wanted
 
 
-def _measure(graph: fx.Graph, axis_map: AxisMap) -> list[_Leaf]:
-    """Walk the graph once and add up the savings, the moved bytes and the rivals of each leaf that may be divided."""
-    found: dict[int, _Leaf] = {}
+def _measure(graph: fx.Graph, axis_map: AxisMap) -> tuple[nx.Graph, Counter[Axis], Counter[Axis]]:
+    """Walk the graph once: the leaves that may be divided, and the bytes that each saves and moves.
+
+    They are joined where they exclude each other, and to themselves if none may be divided after all: those that one
+    tensor has twice, or as a segment that an outer factor repeats. Bytes are per microbatch and rank.
+    """
+    rivals, saved, moved = nx.Graph(), Counter[Axis](), Counter[Axis]()
     tensor, padded = axis_map.tensor, _paddable(graph, axis_map)
 
     def fits(leaf: Axis) -> bool:
@@ -106,17 +99,13 @@ def _measure(graph: fx.Graph, axis_map: AxisMap) -> list[_Leaf]:
             repeated = (f for axis in axes for f in ax.factors(axis)[1:] if f.kind == "sum")
             inner = {leaf for f in repeated for leaf in ax.leaves(f)}
             for leaf in chain.from_iterable(groups):
-                entry = found.setdefault(leaf.serial, _Leaf(leaf))
-                entry.unfit |= leaf in inner
-                entry.saved += size - size // tensor
+                saved[leaf] += size - size // tensor
+            rivals.add_nodes_from(chain.from_iterable(groups))
+            rivals.add_edges_from((leaf, leaf) for leaf in inner.intersection(chain.from_iterable(groups)))
             for one, other in combinations(groups, 2):
-                for leaf, rival in product(one, other):
-                    found[leaf.serial].unfit |= leaf is rival
-                    if leaf is not rival:
-                        found[leaf.serial].excludes.add(rival.serial)
-                        found[rival.serial].excludes.add(leaf.serial)
-        _count_moves(node, axis_map, found)
-    return list(found.values())
+                rivals.add_edges_from(product(one, other))
+        moved.update(_count_moved(node, axis_map))
+    return rivals, saved, moved
 
 
 def _unread_segments(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int]) -> set[Axis]:
@@ -159,53 +148,38 @@ def _shares(axis: Axis, divided: Mapping[Axis, int]) -> set[bool]:
     return {True} if {True} in found else set().union(*found)
 
 
-def _count_moves(node: fx.Node, axis_map: AxisMap, found: dict[int, _Leaf]) -> None:
-    """Add the bytes all-reduced for each leaf that `node` contracts, or has although an argument lacks it."""
-    axis = axis_map.contractions.get(node)
-    if axis is not None:
-        for leaf in ax.leaves(axis):
-            if leaf.serial in found and leaf not in axis_map.leaves_of(node):
-                found[leaf.serial].moved += sum(map(tensor_bytes, results_of(node)))
-    if node.op != "call_function" or not axis_map.all_of(node):
-        return
-    own = {leaf.serial for leaf in axis_map.leaves_of(node)} & found.keys()
+def _count_moved(node: fx.Node, axis_map: AxisMap) -> Counter[Axis]:
+    """Return the bytes all-reduced for each leaf that `node` contracts, or has although an argument lacks it."""
+    moved = Counter[Axis]()
+    own, contracted = axis_map.leaves_of(node), axis_map.contractions.get(node)
+    for leaf in ax.leaves(contracted) if contracted is not None else ():
+        if leaf not in own:
+            moved[leaf] += sum(map(tensor_bytes, results_of(node)))
     for source in node.all_input_nodes:
-        if own and source.op == "call_function":
-            for serial in own - {leaf.serial for leaf in axis_map.leaves_of(source)}:
-                found[serial].moved += sum(map(tensor_bytes, results_of(source)))
+        if own and node.op == source.op == "call_function":
+            size = sum(map(tensor_bytes, results_of(source)))
+            moved.update(dict.fromkeys(own - axis_map.leaves_of(source), size))
+    return moved
 
 
-def _solve_components(leaves: dict[int, _Leaf]) -> set[int]:
-    """Solve each group of leaves that exclude one another; equal groups share one solution."""
-    chosen: set[int] = set()
-    solve = cache(_solve)
-    network = nx.Graph()
-    network.add_nodes_from(sorted(leaves))
-    network.add_edges_from((s, rival) for s in leaves for rival in leaves[s].excludes if rival in leaves)
-    for serials in nx.connected_components(network):
-        group = [leaves[s] for s in sorted(serials)]
-        place = {leaf.axis.serial: i for i, leaf in enumerate(group)}
-        rivals = tuple(frozenset(place[s] for s in leaf.excludes if s in place) for leaf in group)
-        taken = solve(tuple((leaf.saved, leaf.moved) for leaf in group), rivals)
-        chosen.update(group[i].axis.serial for i in taken)
-    return chosen
-
-
-def _solve(weights: Sequence[tuple[int, int]], rivals: Sequence[frozenset[int]]) -> tuple[int, ...]:
-    """Return the leaves to divide: most bytes saved, then fewest moved, then the first; `rivals` exclude each other."""
+def solve(rivals: nx.Graph, saved: Mapping[Axis, int], moved: Mapping[Axis, int]) -> list[Axis]:
+    """Return the leaves to divide, no two of them `rivals`: most bytes saved, then fewest moved, then the first."""
 
     @cache
-    def best(free: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+    def best(free: tuple[Axis, ...]) -> tuple[int, int, tuple[Axis, ...]]:
         if not free:
             return 0, 0, ()
-        (first, *others), (own_saved, own_moved) = free, weights[free[0]]
-        saved, moved, taken = best(tuple(i for i in others if i not in rivals[first]))
-        with_first = saved + own_saved, moved - own_moved, (first, *taken)
-        if rivals[first].isdisjoint(others):
+        first, *others = free
+        left = tuple(leaf for leaf in others if leaf not in rivals[first])
+        total, cost, taken = best(left)
+        with_first = total + saved[first], cost - moved[first], (first, *taken)
+        if len(left) == len(others):
             return with_first
         return max(with_first, best(tuple(others)), key=lambda choice: choice[:2])
 
-    return best(tuple(range(len(weights))))[2]
+    order = attrgetter("serial")
+    groups = (tuple(sorted(group, key=order)) for group in nx.connected_components(rivals))
+    return sorted(chain.from_iterable(best(group)[2] for group in groups), key=order)
 
 
 def replicated_heads(axis_map: AxisMap) -> frozenset[fx.Node]:
@@ -225,7 +199,7 @@ def replicated_heads(axis_map: AxisMap) -> frozenset[fx.Node]:
         if tensor % sizes[0]:
             raise ax.IndivisibleError(
                 f"{sizes[0]} key-value heads do not divide over tensor={tensor} at {where(node)}, and tensor is not a "
-                f"multiple of them (which would replicate them); use tensor={_listed(_divisors(sizes[0]))}"
+                f"multiple of them (which would replicate them); use tensor={_divisors(sizes[0])}"
             )
         result.add(node)
     return frozenset(result)
@@ -235,13 +209,9 @@ def _batch_leaves(axis_map: AxisMap) -> set[Axis]:
     return {leaf for node in axis_map.inputs for axis in axis_map.of(node) for leaf in ax.leaves(axis)}
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _listed(numbers: list[int]) -> str:
-    head, last = numbers[:-1], numbers[-1]
-    return f"{', '.join(map(str, head))} or {last}" if head else str(last)
+def _divisors(number: int) -> str:
+    *others, last = (str(d) for d in range(1, number + 1) if number % d == 0)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _require_heads(axis_map: AxisMap, divided: Mapping[Axis, int]) -> None:
@@ -267,8 +237,7 @@ def _require_heads(axis_map: AxisMap, divided: Mapping[Axis, int]) -> None:
             # What all layers save decides whether they are divided, too.
             name, usable, kind = f"{heads} heads in {groups} groups", gcd(common, groups), ValueError
         raise kind(
-            f"{name} do not divide over tensor={axis_map.tensor} at {where(node)}; "
-            f"use tensor={_listed(_divisors(usable))}"
+            f"{name} do not divide over tensor={axis_map.tensor} at {where(node)}; use tensor={_divisors(usable)}"
         )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from itertools import combinations
 
+import networkx as nx
 import pytest
 
-from autoptd.passes.tensor_parallel.choice import _solve
+from autoptd.passes.operators.axes import Axis
+from autoptd.passes.tensor_parallel.choice import solve
 
 
 @pytest.mark.parametrize("density", [0.2, 0.5, 0.9])
@@ -17,7 +19,9 @@ def test_the_choice_is_the_best_of_all_that_do_not_exclude_one_another(density: 
         count = draw.randint(1, 8)
         weights = [(draw.randint(1, 4), draw.randint(0, 3)) for _ in range(count)]  # few numbers: many ties
         pairs = {pair for pair in combinations(range(count), 2) if draw.random() < density}
-        rivals = [frozenset(j for p in pairs if i in p for j in p if j != i) for i in range(count)]
+        rivals, leaves = nx.Graph(), [Axis(1) for _ in range(count)]
+        rivals.add_nodes_from(leaves)
+        rivals.add_edges_from((leaves[i], leaves[j]) for i, j in pairs)
         allowed = [
             taken
             for size in range(count + 1)
@@ -29,10 +33,11 @@ def test_the_choice_is_the_best_of_all_that_do_not_exclude_one_another(density: 
             return sum(weights[i][0] for i in taken), -sum(weights[i][1] for i in taken)  # noqa: B023
 
         best = max(map(value, allowed))
-        assert _solve(weights, rivals) == min(taken for taken in allowed if value(taken) == best)
+        saved, moved = (dict(zip(leaves, own, strict=True)) for own in zip(*weights, strict=True))
+        wanted = min(taken for taken in allowed if value(taken) == best)
+        assert solve(rivals, saved, moved) == [leaves[i] for i in wanted]
 
 
 def test_a_chain_of_many_leaves_is_solved_at_once() -> None:
-    count = 400
-    rivals = [frozenset({i - 1, i + 1} & set(range(count))) for i in range(count)]
-    assert _solve([(1, 0)] * count, rivals) == tuple(range(0, count, 2))
+    leaves = [Axis(1) for _ in range(400)]
+    assert solve(nx.path_graph(leaves), dict.fromkeys(leaves, 1), dict.fromkeys(leaves, 0)) == leaves[::2]
