@@ -65,7 +65,7 @@ IMPORTS = {
         "recompute": "cost ir operators structure",
         "stages": "cost ir structure",
         "structure": "cost ir operators",
-        "tensor_parallel": "cost fusion ir normal_form operators",
+        "tensor_parallel": "attention cost fusion ir normal_form operators",
     },
     "autoptd": {
         "__main__": "cli",

@@ -16,26 +16,21 @@ from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.operands import HALF
 
 
-def match_layer_norm(node: fx.Node) -> Match | None:
-    """Match ``torch.layer_norm`` over the last dimension, with a weight."""
-    x: Any = node.args[0]
-    size = shape_of(node)[-1]
-    weight, bias, eps = argument(node, 2, "weight"), argument(node, 3, "bias"), argument(node, 4, "eps", 1e-5)
-    fits = node.args[1] == [size] and is_vector(weight, size) and (bias is None or is_vector(bias, size))
-    if not fits or x.meta["val"].dtype != node.meta["val"].dtype:
-        return None
-    return Match(Call(kernels.layer_norm, (x, weight, bias, eps), node))
+def match_norm(node: fx.Node) -> Match | None:
+    """Match torch's norms over the last dimension, with a weight.
 
-
-def match_torch_rms_norm(node: fx.Node) -> Match | None:
-    """Match ``torch.rms_norm`` over the last dimension, except in half precision, where it rounds after the weight."""
-    x: Any = node.args[0]
-    weight = argument(node, 2, "weight")
-    fits = node.args[1] == [shape_of(node)[-1]] and is_vector(weight, shape_of(node)[-1])
-    wide = node.meta["val"].dtype in (torch.float32, torch.float64)
-    if not fits or not wide or weight.meta["val"].dtype != x.meta["val"].dtype:
+    Not ``torch.rms_norm`` in half precision, where it rounds after the weight.
+    """
+    given = name_arguments(node.target, node.args, node.kwargs)
+    x, weight, bias, eps = given["input"], given["weight"], given.get("bias"), given["eps"]
+    size, dtype = shape_of(node)[-1], node.meta["val"].dtype
+    fits = is_vector(weight, size) and (bias is None or is_vector(bias, size))
+    if not fits or given["normalized_shape"] != [size] or x.meta["val"].dtype != dtype:
         return None
-    return Match(Call(kernels.rms_norm, (x, weight, argument(node, 3, "eps")), node))
+    if node.target is aten.layer_norm.default:
+        return Match(Call(kernels.layer_norm, (x, weight, bias, eps), node))
+    wide = dtype in (torch.float32, torch.float64) and weight.meta["val"].dtype == dtype
+    return Match(Call(kernels.rms_norm, (x, weight, eps), node)) if wide else None
 
 
 def match_rms_norm(node: fx.Node) -> Match | None:

@@ -6,15 +6,8 @@ from collections.abc import Iterable
 from torch import fx
 
 from autoptd.passes.fusion.patterns import Call, Match, alike, is_reshape
-from autoptd.passes.ir.nodes import (
-    Propagation,
-    change_info,
-    describe,
-    info,
-    nodes_in,
-    operator_name,
-    results_of,
-)
+from autoptd.passes.ir.names import final_name
+from autoptd.passes.ir.nodes import Propagation, called, change_info, describe, info, nodes_in, results_of
 
 
 class ChainWriter:
@@ -36,18 +29,16 @@ class ChainWriter:
         values = [made]
         if match.several:
             placements = tuple(placement for old in match.several for placement in info(old).placements)
-            change_info(made, name=name or f"{_name(match.call.like)}_pair", placement=placements)
+            change_info(made, name=name or f"{final_name(match.call.like)}_pair", placement=placements)
             with first.graph.inserting_before(first):
                 values = [
                     first.graph.call_function(operator.getitem, (made, i)) for i in range(len(match.several))
                 ]
         for index, (old, new) in enumerate(zip(match.results, values, strict=True)):
             val = made.meta["val"] if new is made else made.meta["val"][index]
-            describe(new, val, info(old).at(info(made)), name=_name(old))
+            describe(new, val, info(old).at(info(made)), name=final_name(old))
             if not all(map(alike, results_of(new), results_of(old))):
-                raise ValueError(
-                    f"{operator_name(made.target)} returns {val} for {old}; expected {old.meta['val']}"
-                )
+                raise ValueError(f"{called(made)} returns {val} for {old}; expected {old.meta['val']}")
             old.replace_all_uses_with(new)
         items: set[int] = set()
         for node in sorted({*match.members, *match.results, *values}, reverse=True):
@@ -60,7 +51,7 @@ class ChainWriter:
         """Write the call before `place`, after its arguments."""
         args = tuple(self._write(a, place) if isinstance(a, Call) else a for a in call.args)
         _bring_before(place, nodes_in(args))
-        about = {"name": _name(call.like), "value": None}
+        about = {"name": final_name(call.like), "value": None}
         made = self._propagation.write(place, call.target, args, call.kwargs, call.like, **about)
         if call.like in self.written and not is_reshape(made):
             self.written.add(made)
@@ -73,8 +64,3 @@ def _bring_before(place: fx.Node, nodes: Iterable[fx.Node]) -> None:
         if place < node:
             _bring_before(place, node.all_input_nodes)
             place.prepend(node)
-
-
-def _name(node: fx.Node) -> str:
-    """Name a node after the one that it replaces."""
-    return info(node).name or node.name

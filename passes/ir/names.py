@@ -32,8 +32,13 @@ def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
 
 
 def rename_nodes(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph and name each rewritten node after the one that it replaces: ``info(node).name``."""
-    return _copy_named(graph.nodes, lambda node, _: info(node).name or node.name)
+    """Copy a graph and name each rewritten node after the one that it replaces."""
+    return _copy_named(graph.nodes, lambda node, _: final_name(node))
+
+
+def final_name(node: fx.Node) -> str:
+    """Return the name that `rename_nodes` gives a node, or that it has already."""
+    return info(node).name or node.name
 
 
 def _copy_named(nodes: Iterable[fx.Node], find_name: Callable[[fx.Node, _Copies], str]) -> fx.Graph:

@@ -16,18 +16,19 @@ import sympy
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import info, operator_name, shape_of, walk
+from autoptd.passes.attention.constants import Constants
+from autoptd.passes.ir.names import final_name
+from autoptd.passes.ir.nodes import operator_name, shape_of
 from autoptd.passes.ir.products import find_factors
-from autoptd.passes.ir.program import Program, constants_made
-from autoptd.passes.normal_form.constant_masks import MaskJudge
+from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.passes.operators.table import Trait, has_trait
+from autoptd.passes.operators.table import Trait, has_trait, strip
+from autoptd.runtime import aten
 
 # Reasons not to divide an index of equal blocks (`shape_rules`).
 PACKED = ("takes it apart", "selects from it")
-EMBEDDING = "aten.embedding"
 
 
 @cache
@@ -58,31 +59,30 @@ class DimensionSymbols:
         value, near = node.meta["val"], (*node.all_input_nodes, *node.users)
         if isinstance(value, torch.Tensor):
             return self._find(value, (node, *near))
-        axes = self.axes.get(_name(node), ())
+        axes = self.axes.get(final_name(node), ())
         if len(axes) == len(value):
-            return tuple(self._express(own, v.shape) for own, v in zip(axes, value, strict=True))
+            return tuple(
+                self._express(own, v.shape, self.divided, {}) for own, v in zip(axes, value, strict=True)
+            )
         parts = {user.args[1]: user for user in node.users if user.target is getitem}
         return tuple(self._find(v, (parts.get(i, node), *near)) for i, v in enumerate(value))
 
     def _find(self, value: torch.Tensor, candidates: Iterable[fx.Node]) -> tuple[Any, ...]:
         """Return the shape of `value` by the axes of the first candidate that has its shape."""
         for like in candidates:
-            own, axes = like.meta.get("val"), self.axes.get(_name(like), ())
+            own, axes = like.meta.get("val"), self.axes.get(final_name(like), ())
             same = isinstance(own, torch.Tensor) and own.shape == value.shape
             if same and [*map(len, axes)] == [value.dim()]:
-                return self._express(axes[0], value.shape)
+                return self._express(axes[0], value.shape, self.divided, {})
         return tuple(value.shape)
 
     def whole_shape(self, node: fx.Node, shape: Sequence[int]) -> tuple[sympy.Expr, ...]:
         """Return the `shape` of the parameter that a ``get_attr`` node reads, on all tensor ranks together."""
-        (axes,) = self.axes.get(_name(node)) or ((),)
-        return self._express(axes, shape, divided={}) if len(axes) == len(shape) else tuple(shape)
+        (axes,) = self.axes.get(final_name(node)) or ((),)
+        return self._express(axes, shape, {}) if len(axes) == len(shape) else tuple(shape)
 
-    def _express(
-        self, axes: Axes, shape: Sequence[int], divided: Mapping[Axis, int] | None = None
-    ) -> tuple[sympy.Expr, ...]:
-        """Return a `shape` of `axes` as expressions; a dimension of another size is a number."""
-        tried = (self.divided, {}) if divided is None else (divided,)
+    def _express(self, axes: Axes, shape: Sequence[int], *tried: Mapping[Axis, int]) -> tuple[Any, ...]:
+        """Return a `shape` of `axes` as expressions by what is `tried` as divided; one of another size is a number."""
 
         def express(axis: Axis, size: int) -> sympy.Expr:
             found = (self.local(axis, own) for own in tried)
@@ -103,10 +103,6 @@ class DimensionSymbols:
             return (size + divided[axis]) / symbol("t") if axis in divided else size
         parts = [self.local(part, divided) for part in axis.parts]
         return sympy.Mul(*parts) if axis.kind == "product" else sympy.Add(*parts)
-
-
-def _name(node: fx.Node) -> str:
-    return info(node).name or node.name
 
 
 def name_dimensions(
@@ -166,10 +162,6 @@ class _Roles:
 
     # Roles
 
-    def _calls(self, name: str) -> Iterable[fx.Node]:
-        calls = (node for node in self._graph.nodes if node.op == "call_function")
-        return (node for node in calls if operator_name(node.target) == name)
-
     def _name_inputs(self) -> None:
         nodes = {str(node.target): node for node in self._axis_map.inputs}
         for entry in self._program.inputs:
@@ -178,7 +170,7 @@ class _Roles:
 
     def _name_tables(self) -> None:
         """Name V, h and s: the first table that the batch is looked up in is the vocabulary's, others are positions."""
-        for node in self._calls(EMBEDDING):
+        for node in self._graph.find_nodes(op="call_function", target=aten.embedding.default):
             (rows, width), ids = self._axis_map.of(node.args[0]), node.args[1]
             if ids in self._axis_map.batch:
                 for axis in self._axis_map.of(ids):
@@ -193,13 +185,15 @@ class _Roles:
                 self._name("h", width)
             else:
                 self._symbol("h", ax.find(width).size)
-        for node in self._calls("aten.cross_entropy_loss"):
+        for node in self._graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
             logits: Any = node.args[0]
             self._name("V", self._axis_map.of(logits)[min(1, len(shape_of(logits)) - 1)])
 
     def _is_sequence(self, ids: Any, rows: int) -> bool:
         """Return whether all rows of a table are looked up in order, so that it is as long as the sequence."""
-        taken = _compute(ids, self._program) if symbol("s") in self._symbols.values else None
+        constants = Constants(self._program.stages[0], self._program.buffers)
+        source = constants.source(strip(ids, Trait.VIEWS)) if symbol("s") in self._symbols.values else None
+        taken = None if source is None else constants.judge.value(source)
         return taken is not None and taken.flatten().tolist() == [*range(rows)]
 
     def _name_attention(self) -> None:
@@ -238,7 +232,7 @@ class _Roles:
 
     def _name_widths(self) -> None:
         """Name the remaining axes that a product with a weight contracts as widths of an MLP."""
-        for node in self._calls(EMBEDDING):
+        for node in self._graph.find_nodes(op="call_function", target=aten.embedding.default):
             self._name("h", self._axis_map.of(node.args[0])[1])
         for node, axis in self._axis_map.contractions.items():
             if find_factors(node) and not self._axis_map.weights.isdisjoint(node.all_input_nodes):
@@ -254,14 +248,3 @@ def _factors(node: fx.Node) -> tuple[Any, Any]:
     """Return the first two tensors that an attention, or a product of one, multiplies."""
     first = 1 if operator_name(node.target) == "aten.baddbmm" else 0
     return node.args[first], node.args[first + 1]
-
-
-def _compute(value: fx.Node, program: Program) -> torch.Tensor | None:
-    """Return the value of integers that depend on no input; None if they do or are unknown."""
-    judge, made = MaskJudge(program.buffers), constants_made(program.stages[0].constants)
-    for node in walk([value]):
-        if node.op == "placeholder":
-            return None
-        if str(node.target) in made:
-            judge.values[node] = judge.value(made[str(node.target)])
-    return judge.value(value)  # type: ignore[no-any-return]
