@@ -1,6 +1,7 @@
 """Write ``torch.autocast`` out as casts: some operators compute in fewer bits, some in float32."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor, fx
 
 from autoptd.passes.ir.autocast import KERNELS, Autocast, Policy
 from autoptd.passes.ir.autograd_functions import find_cast, find_operations
-from autoptd.passes.ir.nodes import name_arguments, nodes_in, where
-from autoptd.passes.normal_form.writer import Writer, is_mutation
+from autoptd.passes.ir.nodes import nodes_in, where
+from autoptd.passes.normal_form.writer import Call, is_mutation
 from autoptd.runtime import aten
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
 
@@ -33,39 +34,37 @@ def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enable
     return outer if device == "cuda" and outer.device == "cpu" else Autocast(outer.device, dtype, enabled)
 
 
-def cast_arguments(
-    state: Autocast, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], writer: Writer
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Return the arguments, of the new graph, of the exported call `node`, cast according to `state`.
+def cast_arguments(state: Autocast, call: Call) -> Call:
+    """Return the call with its arguments cast according to `state`.
 
-    The `writer` writes each cast of a value once, at its first such use. A parameter is cast at each of its uses, which
+    Each cast of a value is written once, at its first such use. A parameter is cast at each of its uses, which
     may lie in several stages, so that its cast need not be sent. Raises ValueError, with file and line, for what torch
     refuses under autocast.
     """
-    policy = state.policy(node.target)
-    eligible = {n for n in nodes_in((args, kwargs)) if is_eligible(n.meta["val"])}
+    target, writer = call.node.target, call.writer
+    policy = state.policy(target)
+    eligible = {n for n in nodes_in((call.args, call.kwargs)) if is_eligible(n.meta["val"])}
     if policy == "sum":
-        named = name_arguments(node.target, args, kwargs)
-        eligible = eligible & {args[0]} if named.get("dtype") is None else set()
-    if isinstance(node.target, AutogradFunction) and state.enabled:
-        dtype = _choose_cast(state, node, node.target, args)
+        eligible = eligible & {call.source} if call.argument("dtype") is None else set()
+    if isinstance(target, AutogradFunction) and state.enabled:
+        dtype = _choose_cast(state, target, call)
     elif policy is None or not eligible:
-        return args, kwargs
+        return call
     else:
-        dtype = _choose_dtype(policy, state, node, {n.meta["val"].dtype for n in eligible})
+        dtype = _choose_dtype(policy, state, call.node, {n.meta["val"].dtype for n in eligible})
 
     def read(source: fx.Node) -> fx.Node:
         if dtype is None or source not in eligible or source.meta["val"].dtype == dtype:
             return source
         if (source, dtype) in writer.casts:
             return writer.casts[source, dtype]
-        meta = {**node.meta, "val": _retype(source.meta["val"], dtype)}
+        meta = {**call.meta, "val": _retype(source.meta["val"], dtype)}
         made = writer.emit(aten.to.dtype, (source, dtype), meta)
         if source.op != "get_attr":
             writer.casts[source, dtype] = made
         return made
 
-    return fx.map_arg(args, read), fx.map_arg(kwargs, read)
+    return replace(call, args=fx.map_arg(call.args, read), kwargs=fx.map_arg(call.kwargs, read))
 
 
 def _choose_dtype(
@@ -87,17 +86,15 @@ def _choose_dtype(
     return None if policy == "inside" or (policy == "widest" and len(dtypes) == 1) else torch.float32
 
 
-def _choose_cast(
-    state: Autocast, node: fx.Node, function: AutogradFunction, args: tuple[Any, ...]
-) -> torch.dtype | None:
+def _choose_cast(state: Autocast, function: AutogradFunction, call: Call) -> torch.dtype | None:
     """Return the dtype to which the user's function casts its arguments; ValueError where autocast acts inside it."""
     if (dtype := find_cast(function, state.device)) is not None:
         return dtype
-    for own in find_operations(function, args)[0]:
+    for own in find_operations(function, call.args)[0]:
         if state.policy(own.operator) is not None or not (own.elementwise or own.operator.is_view):
             raise ValueError(
-                f"{where(node)}: under autocast torch casts inside {function.path} ({own.operator}), and a program "
-                "writes casts out: let the function cast its arguments, with @torch.amp.custom_fwd(device_type="
+                f"{where(call.node)}: under autocast torch casts inside {function.path} ({own.operator}), and a "
+                "program writes casts out: let the function cast its arguments, with @torch.amp.custom_fwd(device_type="
                 f"{state.device!r}, cast_inputs=...) on its forward and custom_bwd on its backward"
             )
     return None
@@ -108,23 +105,22 @@ def is_eligible(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def describe_result(
-    state: Autocast | None, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Return the ``meta`` of the exported call `node`, written as `target` of `args`, with the resulting dtypes.
+def describe_result(state: Autocast | None, call: Call, target: Any) -> Call:
+    """Return the call, to be written as one of `target`, with the resulting dtypes in its ``meta``.
 
     The model was traced under autocast on the CPU, so another dtype than the traced one means that torch casts inside
     the operator: ValueError.
     """
-    traced = node.meta["val"]
-    given, same = ([n.meta["val"] for n in nodes_in(x)] for x in ((args, kwargs), (node.args, node.kwargs)))
+    node, traced, arguments = call.node, call.val, (call.args, call.kwargs)
+    given, same = ([n.meta["val"] for n in nodes_in(x)] for x in (arguments, (node.args, node.kwargs)))
     enabled = state is not None and state.enabled
     floats = any(isinstance(v, Tensor) and v.is_floating_point() for v in given)
     if not floats or not (enabled or is_mutation(node.target) or _dtypes(given) != _dtypes(same)):
-        return node.meta
+        return call
+    args, kwargs = _meta_values(arguments)
     try:
         with torch.no_grad():
-            found = target(*_meta_values(args), **_meta_values(kwargs))
+            found = target(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"{where(node)}: under autocast {node.target} gets {_names(given)}, which it does not accept "
@@ -136,7 +132,7 @@ def describe_result(
             f"{where(node)}: under autocast torch casts inside {node.target}, which returns {_names(traced)}; "
             f"expected {_names(found)}. Call it with autocast disabled, and cast explicitly"
         )
-    return {**node.meta, "val": _with_dtypes(traced, found)}
+    return replace(call, meta={**call.meta, "val": _with_dtypes(traced, found)})
 
 
 def _meta_values(value: Any) -> Any:

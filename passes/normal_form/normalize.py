@@ -128,22 +128,20 @@ class Normalizer(Writer):
         read = self.read if scope.grad else self._read_detached
         options = {k: v for k, v in node.kwargs.items() if k not in _DEVICE_ARGUMENTS}
         args = fx.map_arg(node.args, lambda n: read(values[n]))
-        kwargs: Any = fx.map_arg(options, lambda n: read(values[n]))
+        call = Call(self, node, args, fx.map_arg(options, lambda n: read(values[n])), node.meta)
         if is_mutation(target):
-            written = node.kwargs.get("out", node.args[0])
-            values[node] = self._write(node, values[written], args, kwargs, scope)
+            values[node] = self._write(call, values[node.kwargs.get("out", node.args[0])], scope)
             return
         if scope.autocast is not None:
-            args, kwargs = cast_arguments(scope.autocast, node, args, kwargs, self)
+            call = cast_arguments(scope.autocast, call)
         if isinstance(target, AutogradFunction):
-            args = (self.rank, *args)
-        meta = describe_result(scope.autocast, node, target, args, kwargs)
-        values[node] = self.derive(node, rewrite(target, Call(self, node, args, kwargs, meta)), values)
+            call = replace(call, args=(self.rank, *call.args))
+        made = rewrite(target, describe_result(scope.autocast, call, target))
+        values[node] = self.derive(node, made, values)
 
-    def _write(
-        self, node: fx.Node, cell: Cell, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: Scope
-    ) -> Cell:
+    def _write(self, call: Call, cell: Cell, scope: Scope) -> Cell:
         """Replace an in-place operator: its functional twin's value becomes the value of `cell`."""
+        node = call.node
         twin = functional_twin(node.target)
         if twin is None:
             refuse_random(node, node.target)
@@ -151,14 +149,14 @@ class Normalizer(Writer):
         if twin is None or (not scope.grad and self.read(cell) in self.trained):
             raise ValueError(f"{where(node)}: {node.target} in place is not supported; write it out of place")
         if node.target is aten.detach_.default:
-            cell.node, cell.base = rewrite(twin, Call(self, node, args, kwargs, node.meta)), None
-        elif twin is aten.copy.default:
-            shape = list(node.meta["val"].shape)
-            meta = describe_result(scope.autocast, node, aten.expand.default, (args[1], shape), {})
-            self.write(cell, self.emit(aten.expand.default, (args[1], shape), meta))
-        else:
-            meta = describe_result(scope.autocast, node, twin, args, kwargs)
-            self.write(cell, rewrite(twin, Call(self, node, args, kwargs, meta)))
+            cell.node, cell.base = rewrite(twin, call), None
+            return cell
+        if twin is aten.copy.default:
+            twin, call = (
+                aten.expand.default,
+                replace(call, args=(call.args[1], list(call.val.shape)), kwargs={}),
+            )
+        self.write(cell, rewrite(twin, describe_result(scope.autocast, call, twin)))
         return cell
 
     def _read_detached(self, tensor: Any) -> fx.Node:

@@ -186,8 +186,8 @@ def _read_view(view: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Return the operator of a view and its arguments besides the base; a piece is the slice or the row that it is."""
     if view.target is not operator.getitem:
         return view.target, view.args[1:]
-    split: Any
-    split, index = view.args
+    piece: Any = view.args
+    split, index = piece
     if split.target is aten.unbind.int:
         return aten.select.int, (argument(split, 1, "dim", 0), index)
     cut = read_cut(split)
