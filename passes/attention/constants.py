@@ -33,7 +33,7 @@ class Constants:
         if name not in self.sources:
             if self.parameters[name].kind != "buffer":
                 return None
-            self.sources[name] = made = self.graph.create_node("get_attr", name)
+            self.sources[name] = made = self.graph.create_node("get_attr", name, name=value.name)
             made.meta = value.meta
         return self.sources[name]
 

@@ -54,7 +54,7 @@ class Masks:
     def __init__(self, constants: Constants) -> None:
         self.constants = constants
         self.judge = constants.judge
-        self._known: dict[Any, Mask | str] = {}
+        self._merged = cache(self._merge)
         self._read = cache(self._measure)
 
     def combine(self, steps: Sequence[Step], shape: Sequence[int], dtype: torch.dtype) -> Mask | str:
@@ -68,12 +68,9 @@ class Masks:
         if None in sources:
             return self._take(masks, dtype)
         applied = tuple(replace(s, source=c, mask=None) for s, c in zip(masks, sources, strict=True))
-        key = (applied, tuple(shape), dtype)
-        if key not in self._known:
-            merged = self._merge(masks, sources, shape, dtype)
-            proved = frozenset(name for source in sources for name in buffers_under(source))
-            self._known[key] = replace(merged, proved=proved) if isinstance(merged, Mask) else merged
-        return self._known[key]
+        merged = self._merged(applied, tuple(shape), dtype)
+        proved = frozenset(name for source in sources for name in buffers_under(source))
+        return replace(merged, proved=proved) if isinstance(merged, Mask) else merged
 
     def read(self, mask: fx.Node | None) -> Mask:
         """Return the meaning of the mask that an operator is given."""
@@ -122,23 +119,21 @@ class Masks:
             return None
         return None if first is None or second is None else first | second
 
-    def _merge(
-        self, masks: Sequence[Step], sources: Sequence[fx.Node], shape: Sequence[int], dtype: torch.dtype
-    ) -> Mask | str:
-        """Merge several constant masks into one, with the proof that every query sees a key."""
+    def _merge(self, masks: tuple[Step, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Mask | str:
+        """Merge `masks`, each with its constant as source, into one, with the proof that every query sees a key."""
         seen: fx.Node | None = None
         bias: fx.Node | None = None
-        for step, source in zip(masks, sources, strict=True):
-            parts = self._divide(step, source, shape, dtype)
+        for step in masks:
+            parts = self._divide(step, shape, dtype)
             if isinstance(parts, str):
                 return parts
             seen = self._join(aten.logical_and.default, seen, parts[0])
             bias = self._join(aten.add.Tensor, bias, parts[1])
         judged = "open" if seen is None else self.judge.judge(seen)
         if judged == "unknown":
-            return f"its mask, {_origin(sources[0])}, has no known values"
+            return f"its mask, {_origin(masks[0].source)}, has no known values"
         if seen is not None and judged == "kept" and not self._sees_all(seen):
-            return self._leave(masks, sources, shape, dtype)
+            return self._leave(masks, shape, dtype)
         words = ", ".join(filter(None, ["additive bias" if bias else "", self._shape_word(seen, judged)]))
         if bias is not None:
             return self._add(bias, seen, words, dtype)
@@ -148,27 +143,25 @@ class Masks:
         return Mask("kept", words, constant=seen)
 
     def _divide(
-        self, step: Step, source: fx.Node, shape: Sequence[int], dtype: torch.dtype
+        self, step: Step, shape: Sequence[int], dtype: torch.dtype
     ) -> tuple[fx.Node | None, fx.Node | None] | str:
         """Return the keys that a constant mask shows (None: all) and its bias (None: none), or why they are unknown."""
-        mask = self._widen(source, step.frame, shape)
+        mask = self._widen(step.source, step.frame, shape)
         if step.kind == "fill":
             if not step.factor <= torch.finfo(dtype).min:
                 return f"it hides keys by the score {step.factor}, which may count"
             return self.constants.emit(aten.logical_not.default, mask) if step.hides else mask, None
         content = self._read(mask)
         if content is None:
-            return f"its mask, {_origin(source)}, has no known values"
+            return f"its mask, {_origin(step.source)}, has no known values"
         least = torch.finfo(mask.meta["val"].dtype).min
         seen = self.constants.emit(aten.gt.Scalar, mask, least) if content.hides else None
         return seen, mask if content.adds else None
 
-    def _leave(
-        self, masks: Sequence[Step], sources: Sequence[fx.Node], shape: Sequence[int], dtype: torch.dtype
-    ) -> Mask | str:
+    def _leave(self, masks: Sequence[Step], shape: Sequence[int], dtype: torch.dtype) -> Mask | str:
         """Keep masks that hide all keys of a query: adding the only one, all finite, is what the model does."""
         doubt = "its mask leaves a query no key"
-        only = self._widen(sources[0], masks[0].frame, shape)
+        only = self._widen(masks[0].source, masks[0].frame, shape)
         content = self._read(only) if len(masks) == 1 and masks[0].kind == "add" else None
         same = content is not None and content.finite and only.meta["val"].dtype == dtype
         return Mask("kept", "constant", doubt, constant=only) if same else doubt

@@ -131,9 +131,16 @@ class Rewriter:
 
     def group_heads(self, node: fx.Node) -> None:
         """Pass grouped keys and values to fused attention as they are, as its kernels repeat them themselves."""
-        groups = find_groups(node)
-        if groups is not None:
-            node.args = (node.args[0], *groups)
+        q, k, v = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
+        flash = q.dim() == 4 and k.shape[-1] == v.shape[-1] <= _FLASH_SIZE
+        if (
+            not flash or argument(node, 3, "attn_mask") is not None
+        ):  # with a mask, torch would write the scores out
+            return
+        keys, values = (_unrepeated(n) for n in node.args[1:3])
+        heads = {shape_of(n)[1] for n in (keys, values) if n is not None}
+        if None not in (keys, values) and len(heads) == 1 and not heads & {q.shape[1]}:
+            node.args = (node.args[0], keys, values)
             node.kwargs = {**node.kwargs, "enable_gqa": True}
             self.changed = True
 
@@ -224,22 +231,6 @@ def _same_softmax(softmax: fx.Node, given: torch.dtype, end: torch.dtype) -> boo
 
 def _other_softmax(softmax: fx.Node, dtype: torch.dtype) -> str:
     return f"{called(softmax)} computes {dtype} scores in {softmax.meta['val'].dtype}"
-
-
-def find_groups(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the keys and values [b, g, s, d] of a fused attention that repeats them, if its kernel can do that.
-
-    The kernel cannot with a mask: torch would write the scores out.
-    """
-    q, k, v = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
-    flash = q.dim() == 4 and k.shape[-1] == v.shape[-1] <= _FLASH_SIZE
-    if not flash or argument(node, 3, "attn_mask") is not None:
-        return None
-    keys, values = (_unrepeated(n) for n in node.args[1:3])
-    if keys is None or values is None:
-        return None
-    heads = {shape_of(n)[1] for n in (keys, values)}
-    return (keys, values) if len(heads) == 1 and not heads & {q.shape[1]} else None
 
 
 def _unrepeated(node: Any) -> fx.Node | None:

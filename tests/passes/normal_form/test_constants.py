@@ -12,8 +12,8 @@ from torch.nn import functional
 
 import autoptd
 from autoptd.capture.export import capture
-from autoptd.passes.ir.program import Program
 from autoptd.passes.attention.recognition import recognize_attention
+from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form import constant_masks
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
