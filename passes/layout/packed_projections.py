@@ -27,7 +27,8 @@ def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     Packed projections are linears (or ``addmm``, with or without a reshape of its rows) whose only reader splits them
     into equal parts, each of which is split further, into heads.
     """
-    if not any(_is_product(node) for node in graph.nodes):
+    products = filter(None, map(read_product, graph.nodes))
+    if not any(all(len(shape_of(factor)) > 2 for factor in product.factors) for product in products):
         return graph
     copy, writer = copy_graph(graph), ChainWriter(Propagation(mesh))
     for node in copy.nodes:
@@ -45,12 +46,6 @@ def _take_apart(split: fx.Node, linear: fx.Node, *reshaped: fx.Node) -> Call:
         *rows, width = shape_of(view)
         made = Call(view.target, (made, [sections, *rows, width // sections]), view)
     return Call(aten.unbind.int, (made, 0), split)
-
-
-def _is_product(node: fx.Node) -> bool:
-    """Return whether the call multiplies two batches of matrices."""
-    product = read_product(node)
-    return product is not None and all(len(shape_of(factor)) > 2 for factor in product.factors)
 
 
 def _chain(split: fx.Node) -> list[fx.Node]:

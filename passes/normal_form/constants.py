@@ -19,12 +19,9 @@ LOOKED_UP = 1 << 20  # constant row numbers that are compared with their table
 
 # Operators that read only a tensor's shape and dtype -> the factory of the same tensor.
 _FACTORIES: dict[Any, OpOverload] = {
-    aten.new_ones.default: aten.ones.default,
-    aten.new_zeros.default: aten.zeros.default,
-    aten.new_full.default: aten.full.default,
-    aten.ones_like.default: aten.ones.default,
-    aten.zeros_like.default: aten.zeros.default,
-    aten.full_like.default: aten.full.default,
+    getattr(aten, form.format(name)).default: getattr(aten, name).default
+    for name in ("ones", "zeros", "full")
+    for form in ("new_{}", "{}_like")
 }
 
 
@@ -96,28 +93,19 @@ class _Folder:
     def slice_indices(self) -> None:
         """Turn an index of constant, consecutive numbers into a slice (Falcon takes its one key head so)."""
         for node in self.graph.find_nodes(op="call_function", target=aten.index.Tensor):
-            found = self._consecutive(node) if node not in self.constant else None
-            if found is not None:
-                index, *cut = found
+            arguments: Any = node.args
+            source, indices = arguments
+            (dim, index), *others = [(d, i) for d, i in enumerate(indices) if i is not None]
+            fits = index in self.constant and node not in self.constant and index.meta["val"].dim() == 1
+            numbers = self.judge.value(index) if fits and not others else None
+            if numbers is None or numbers.dtype != torch.int64 or not len(numbers):
+                continue
+            if (numbers < 0).all():
+                numbers = numbers + source.meta["val"].shape[dim]
+            start, end = int(numbers[0]), int(numbers[0]) + len(numbers)
+            if start >= 0 and torch.equal(numbers, torch.arange(start, end)):
                 self.proved |= buffers_under(index)
-                node.target, node.args = aten.slice.Tensor, (node.args[0], *cut)
-
-    def _consecutive(self, node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
-        """Return an index that is a run of one dimension, with the dimension, start and end."""
-        arguments: Any = node.args
-        source, indices = arguments
-        (dim, index), *others = [(d, i) for d, i in enumerate(indices) if i is not None]
-        if others or index not in self.constant or index.meta["val"].dim() != 1:
-            return None
-        numbers = self.judge.value(index)
-        if numbers is None or numbers.dtype != torch.int64 or not len(numbers):
-            return None
-        size = source.meta["val"].shape[dim]
-        if (numbers < 0).all():
-            numbers = numbers + size
-        start, count = int(numbers[0]), len(numbers)
-        run = start >= 0 and torch.equal(numbers, torch.arange(start, start + count))
-        return (index, dim, start, start + count) if run else None
+                node.target, node.args = aten.slice.Tensor, (source, dim, start, end)
 
     def split(self) -> fx.Graph:
         """Take the constants out of the graph and return the graph that makes them; `made` names them."""

@@ -56,10 +56,6 @@ def _embedding(call: Call) -> fx.Node | None:
     return None
 
 
-def _same(call: Call) -> fx.Node | None:
-    return call.source
-
-
 def _cast(call: Call) -> fx.Node | None:
     same = call.given.dtype == call.val.dtype
     return call.source if same else call.emit(aten.to.dtype, call.source, call.val.dtype)
@@ -259,14 +255,11 @@ def _repeat_heads(call: Call, x: fx.Node) -> fx.Node:
 
 
 # Operators with two names in torch: the other one, and the one that passes know.
-_OTHER_NAMES = [
-    pair.split("=")
-    for pair in """
+_OTHER_NAMES = """
     multiply=mul subtract=sub divide=div true_divide=div negative=neg absolute=abs clip=clamp fix=trunc greater=gt
     greater_equal=ge less=lt less_equal=le not_equal=ne arctan=atan arctan2=atan2 arcsin=asin arccos=acos
     __and__=bitwise_and __or__=bitwise_or __xor__=bitwise_xor
-    """.split()  # noqa: SIM905
-]
+"""
 
 
 def _rrelu(call: Call) -> fx.Node | None:
@@ -275,13 +268,9 @@ def _rrelu(call: Call) -> fx.Node | None:
     return None if call.argument("training") else call.emit(aten.leaky_relu.default, call.source, slopes / 2)
 
 
-def _layer_norm(call: Call) -> fx.Node | None:
-    """Drop `cudnn_enable`, which differs by machine and means nothing to the operator."""
-    return call.emit(aten.layer_norm.default, *call.args[:5])
-
-
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys((aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default), _same),
+    aten.alias.default: lambda call: call.source,
+    **dict.fromkeys((aten.lift_fresh_copy.default, aten.lift_fresh.default), lambda call: call.source),
     **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other), _cast),
     **dict.fromkeys((aten.to.prim_Device, aten.to.prim_dtype), _cast),
     **dict.fromkeys((aten._to_copy.default, aten.type_as.default), _cast),
@@ -302,7 +291,8 @@ RULES: dict[Any, Rule] = {
     aten.slice.Tensor: _slice,
     aten.chunk.default: _chunk,
     aten.detach.default: lambda call: None if call.source in call.writer.trained else call.source,
-    aten.layer_norm.default: _layer_norm,
+    # Without `cudnn_enable`, which differs by machine and means nothing to the operator.
+    aten.layer_norm.default: lambda call: call.emit(aten.layer_norm.default, *call.args[:5]),
     aten.embedding.default: _embedding,
     **dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), _embedding_bag),
     aten.mul.Tensor: _neutral(1),
@@ -319,7 +309,7 @@ RULES: dict[Any, Rule] = {
     aten.scaled_dot_product_attention.default: _attention,
     **{
         getattr(getattr(aten, other), overload): _as(getattr(getattr(aten, name), overload))
-        for other, name in _OTHER_NAMES
+        for other, name in (pair.split("=") for pair in _OTHER_NAMES.split())
         for overload in {*getattr(aten, other).overloads()} & {*getattr(aten, name).overloads()}
     },
 }

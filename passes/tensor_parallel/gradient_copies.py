@@ -77,17 +77,11 @@ class _Region:
         self.graph = graph
         self.rank = next(n for n in graph.nodes if info(n).role == "rank")
         self.differentiable = find_trained(Stage(graph, parameters, fx.Graph()))
-        self.divided = {
-            n
-            for n in graph.nodes
-            if n.op == "call_function" and (_is_local(n) or any(map(_is_local, n.all_input_nodes)))
-        }
+        calls = [n for n in graph.nodes if n.op == "call_function"]
+        self.divided = {n for n in calls if any(map(_is_local, (n, *n.all_input_nodes)))}
         # Replicated results of divided operators, other than sums: a part of packed rows that every rank holds.
-        self.forced = {
-            n
-            for n in self.divided
-            if not _is_local(n) and n in self.differentiable and not has_trait(n, Trait.SUMS_RANKS)
-        }
+        whole = (n for n in self.divided & self.differentiable if not _is_local(n))
+        self.forced = {n for n in whole if not has_trait(n, Trait.SUMS_RANKS)}
         self.partial = self._find_partial()
 
     def _find_partial(self) -> set[fx.Node]:
@@ -117,14 +111,8 @@ class _Region:
 
     def components(self) -> list[list[fx.Node]]:
         """Replicated values with a partial reader, grouped by what they flow through."""
-        members = [
-            n
-            for n in self.graph.nodes
-            if n in self.differentiable
-            and not _is_local(n)
-            and (n not in self.divided or n in self.forced or has_trait(n, Trait.SUMS_RANKS))
-            and self.partial_readers(n)
-        ]
+        whole = (n for n in self.graph.nodes if n in self.differentiable and not _is_local(n))
+        members = [n for n in whole if self.partial_readers(n)]
         network = nx.Graph()
         network.add_nodes_from(members)
         inside = set(members)

@@ -31,23 +31,20 @@ def overlap_reductions(program: Program) -> Program:
     if program.mesh.tensor == 1:
         return program
     writer = ChainWriter(Propagation(program.mesh))
-    left: Counter[str] = Counter()  # the reasons why others stay
-    hidden = 0
+    found: Counter[str] = Counter()  # by the reasons why they stay
     stages = []
     for stage in program.stages:
         copied = replace(stage, graph=copy_graph(stage.graph))
         trained = find_trained(copied)
         for f in copied.graph.find_nodes(op="call_function", target=collectives.copy_to_tensor):
             readers, reason = _read(f, trained)
-            if reason:
-                left[reason] += 1
-            else:
+            found[reason] += 1
+            if not reason:
                 writer.replace(_join(f, readers), name=f"{readers[0].node.name}_together")
-                hidden += 1
         stages.append(replace(stage, graph=rename_nodes(copied.graph)))
-    total = hidden + left.total()
+    total, hidden = found.total(), found.pop("", 0)
     entry = f"overlap_reductions {hidden} of {total} all-reduces backward beside weight gradients"
-    reasons = "; ".join(f"{count} {reason}" for reason, count in left.items())
+    reasons = "; ".join(f"{count} {reason}" for reason, count in found.items())
     return program.replace_stages(tuple(stages), entry + (f", not: {reasons}" if reasons else ""))
 
 
