@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeVar
@@ -164,22 +163,20 @@ class ThreadGroup(Group):
         self.rendezvous = rendezvous
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        with self._exchange(f"all_reduce {op}", x) as values:
-            result = values[0].clone()
-            for value in values[1:]:  # in rank order, so that all ranks round alike
-                _COMBINE[op](result, value, out=result)
+        first, *others = self._exchange(f"all_reduce {op}", x)
+        result = first.clone()
+        for value in others:  # in rank order, so that all ranks round alike
+            _COMBINE[op](result, value, out=result)
         return result
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        with self._exchange("all_gather", x) as values:
-            return [value.clone() for value in values]
+        return [value.clone() for value in self._exchange("all_gather", x)]
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        with self._exchange(f"broadcast from {source}", x) as values:
-            return values[source].clone()
+        return self._exchange(f"broadcast from {source}", x)[source].clone()
 
-    def _exchange(self, kind: str, x: Tensor) -> AbstractContextManager[list[Tensor]]:
-        return self.rendezvous.exchange(self.index, f"{kind} of {x.dtype}{list(x.shape)}", x.detach())
+    def _exchange(self, kind: str, x: Tensor) -> list[Tensor]:
+        return self.rendezvous.exchange(self.index, f"{kind} of {x.dtype}{list(x.shape)}", x)
 
 
 class LocalGroup(Group):

@@ -1,9 +1,9 @@
 """Ranks as threads of one process: how they exchange tensors and wait, and how a failure of one ends the others."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -118,30 +118,23 @@ class ThreadRendezvous:
         self.world = world
         self.size = size
         self.name = name
-        self._round = 0
-        self._given: dict[int, tuple[str, Tensor]] = {}
-        self._done = 0
+        self._numbers = [count() for _ in range(size)]
+        self._rounds: dict[int, dict[int, tuple[str, Tensor]]] = {}
 
-    @contextmanager
-    def exchange(self, index: int, signature: str, x: Tensor) -> Iterator[list[Tensor]]:
-        """Give `x` and yield all ranks' tensors, which stay as they are until every rank has left the block.
+    def exchange(self, index: int, signature: str, x: Tensor) -> list[Tensor]:
+        """Give `x` and return copies of all ranks' tensors, which the ranks have in common.
 
         Raises RuntimeError if the ranks' signatures (the collective and the shape) differ.
         """
-        what = f"{self.name} rank {index} of {self.size} in {signature}"
         with self.world.condition:
-            current = self._round
-            self._given[index] = (signature, x)
+            number = next(self._numbers[index])
+            given = self._rounds.setdefault(number, {})
+            given[index] = signature, x.detach().clone()
             self.world.condition.notify_all()
-            self.world.wait(lambda: len(self._given) == self.size, what)
-            given = [self._given[i] for i in range(self.size)]
-        if any(other != signature for other, _ in given):
-            calls = ", ".join(f"rank {i}: {other}" for i, (other, _) in enumerate(given))
+            what = f"{self.name} rank {index} of {self.size} in {signature}"
+            self.world.wait(lambda: len(given) == self.size, what)
+            self._rounds.pop(number, None)
+        if any(other != signature for other, _ in given.values()):
+            calls = ", ".join(f"rank {i}: {other}" for i, (other, _) in sorted(given.items()))
             raise RuntimeError(f"the ranks of one {self.name} met in different collectives: {calls}")
-        yield [value for _, value in given]
-        with self.world.condition:
-            self._done += 1
-            if self._done == self.size:
-                self._done, self._given, self._round = 0, {}, current + 1
-                self.world.condition.notify_all()
-            self.world.wait(lambda: self._round > current, what)
+        return [given[i][1] for i in range(self.size)]
