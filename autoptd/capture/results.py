@@ -6,7 +6,7 @@ from typing import TypeGuard
 
 from torch import Tensor, is_floating_point
 
-from autoptd.runtime.program.manifest import Output
+from autoptd.runtime.program.manifest import Output, OutputKind
 
 Outputs = bool | Sequence[str]  # the option of `compile`
 
@@ -67,10 +67,10 @@ def _list_tensors(path: tuple[str, ...], value: object) -> Iterator[tuple[tuple[
         yield path, value if isinstance(value, Tensor) else None
 
 
-def _read_fields(result: object) -> tuple[str, Mapping[str, object]]:
+def _read_fields(result: object) -> tuple[OutputKind, Mapping[str, object]]:
     """Return the kind of a model's output as the manifest has it, and its fields."""
     if isinstance(result, Mapping) or dataclasses.is_dataclass(result):
-        kind = "dataclass" if dataclasses.is_dataclass(result) else "dict"
+        kind: OutputKind = "dataclass" if dataclasses.is_dataclass(result) else "dict"
         return kind, dict(result) if isinstance(result, Mapping) else vars(result)
     if isinstance(result, (tuple, list)):
         return "tuple", {str(place): item for place, item in enumerate(result)}

@@ -230,8 +230,6 @@ Outputs = Mapping[tuple[str, ...], Tensor]  # by their paths
 
 def output_builder(output: Output) -> Callable[[Tensor, Outputs], Any]:
     """Return a function from the loss and the outputs to the model's output: every other field is None."""
-    if output.kind not in ("tensor", "tuple", "dict", "dataclass"):
-        raise ValueError(f"output kind {output.kind!r} is unknown: expected tensor, tuple, dict or dataclass")
     cls = find_class(output.type, "model's output class") if output.type else dict
 
     def build(loss: Tensor, outputs: Outputs) -> Any:

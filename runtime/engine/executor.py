@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -147,8 +146,7 @@ class Executor:
     """One input shape of a program on this rank: its schedule, bound to stages and channels once, run once a step.
 
     `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its length.
-    `leaves` are what the stages compute with, as `read_leaves` made them last. Where the program `weighs` gradients, as
-    an autograd function of the user's does, every rank needs the weights of the microbatches.
+    `leaves` are what the stages compute with, as `read_leaves` made them last.
 
     `sent` counts the elements sent, under "stage 0 -> 1" for activations and "stage 1 -> 0" for gradients;
     `measured` is when the last step's actions ran. `outputs` are what it made for a call to return besides the loss: by
@@ -158,7 +156,6 @@ class Executor:
     def __init__(self, program: ShapeFunctions, connection: Connection, slices: Slices, graphs: bool) -> None:
         self.slices, self.constants = slices, program.constants
         self.leaves = StageLeaves()
-        self.weighs = any(_names(f.__code__, "autograd_function") for f in program.functions.values())
         self._made_for: tuple[object, object] = None, None
         self.sent: Counter[str] = Counter()
         self.outputs: dict[tuple[str, ...], Tensor] = {}
@@ -301,8 +298,3 @@ class Executor:
             stage.clear()
         rank.randomness.moment = None
         return losses
-
-
-def _names(code: CodeType, name: str) -> bool:
-    """Return whether a function, or one within it, has `name` in its code."""
-    return name in code.co_names or any(_names(x, name) for x in code.co_consts if isinstance(x, CodeType))

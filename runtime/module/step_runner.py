@@ -113,10 +113,7 @@ class StepRunner:
         if narrow := self.weights.narrow:
             torch._foreach_copy_(list(narrow.values()), list(map(watch.tensors.__getitem__, narrow)))
         inputs = {i: split_batch(manifest, batch, manifest.stages[i].inputs) for i in shape.stages}
-        if shape.weighs or len(manifest.stages) - 1 in shape.stages:  # the rank of the loss
-            divisors = find_divisors(manifest, rank, batch)
-        else:
-            divisors = torch.ones(manifest.num_microbatches, dtype=torch.float64, device=rank.device)
+        divisors = find_divisors(manifest, rank, batch)
         pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
         scale, before = self.loss_scale if gradients else None, copy(self.loss_scale)
         while scale is not None and scale.unscale(rank, sums.gradients(), pair[0]):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -87,14 +87,17 @@ class StageInterface:
     outputs: tuple[Result, ...] = ()
 
 
+OutputKind = Literal["tensor", "tuple", "dict", "dataclass"]
+
+
 @dataclass(frozen=True)
 class Output:
-    """The structure of a call's result around the loss: `kind` "tensor", "tuple", "dict" or "dataclass".
+    """The structure of a call's result around the loss.
 
     With `separate_loss` a call returns the loss, and the model's result as the second of two.
     """
 
-    kind: str
+    kind: OutputKind
     loss: str = ""
     type: str = ""
     fields: tuple[str, ...] = ()

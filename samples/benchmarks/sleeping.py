@@ -124,14 +124,11 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
     manifest = make_manifest(case)
     last = case.num_ranks * case.num_model_chunks - 1
 
-    def run_stage(stage: SleepingStage, is_last: bool, x: Tensor) -> Tensor:
+    def run_stage(stage: SleepingStage, is_last: bool, rank: object, p: object, x: Tensor) -> Tensor:
         y: Tensor = stage(x)
         return y.mean() if is_last else y
 
-    def make(stage: SleepingStage, is_last: bool) -> Callable[..., Tensor]:
-        return lambda rank, p, x: run_stage(stage, is_last, x)
-
-    functions = {index: make(stage, index == last) for index, stage in stages.items()}
+    functions = {index: partial(run_stage, stage, index == last) for index, stage in stages.items()}
     schedule = make_schedule(case.schedule, case.num_ranks, case.num_microbatches, case.num_model_chunks)
     program = ShapeFunctions(manifest, functions, dict, schedule, {})
     executor = Executor(program, connect(manifest, CPU, repr(case)), {}, graphs=False)
