@@ -21,7 +21,7 @@ import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime import launch
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.comm.groups import Posted, ProcessGroup, Running
+from autoptd.runtime.comm.groups import Posted, ProcessGroup, running
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.comm.transfer import SendBuffer
 from autoptd.runtime.engine.executor import StageRun
@@ -164,7 +164,7 @@ def forget_dividing_by_replicas() -> None:
 
 
 def skip_the_replicas() -> None:
-    forked.setattr(ProcessGroup, "post_all_reduce", lambda group, tensors: Running(list(tensors)))
+    forked.setattr(ProcessGroup, "post_all_reduce", lambda group, tensors: running(list(tensors)))
 
 
 def forget_dividing_by_microbatches() -> None:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,27 +22,25 @@ OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _COMBINE: Mapping[Reduction, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 
-Result_co = TypeVar("Result_co", covariant=True)
-
-
-class Posted(Protocol[Result_co]):
-    """A collective or message that runs while its ranks do other things."""
-
-    def wait(self) -> Result_co:
-        """Wait for the result and return it. Call this once."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Running(Posted[Result_co]):
-    """A collective or message of torch's `work`; one without was complete when it was posted."""
+class Posted(Generic[Result]):
+    """A collective or message that runs while its ranks do other things: `wait` gives its result, once."""
 
-    result: Result_co
-    work: dist.Work | None = None
+    wait: Callable[[], Result]
 
-    def wait(self) -> Result_co:
-        if self.work is not None:
-            self.work.wait()
-        return self.result
+
+def running(result: Result, work: dist.Work | None = None) -> Posted[Result]:
+    """Return a collective or message of torch's `work`; one without was complete when it was posted."""
+
+    def wait() -> Result:
+        if work is not None:
+            work.wait()
+        return result
+
+    return Posted(wait)
 
 
 class Group(ABC):
@@ -73,15 +71,15 @@ class Group(ABC):
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         """Begin to sum each of one or more `tensors`, of one dtype, over the group. May overwrite them."""
-        return Running(_split_like(self.all_reduce(_flatten(tensors)), tensors))
+        return running(_split_like(self.all_reduce(_flatten(tensors)), tensors))
 
     def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
         """Begin to sum `x` [size · n]; the result is a list of one tensor, this rank's n elements of the sum."""
-        return Running([self.all_reduce(x).view(self.size, -1)[self.index]])
+        return running([self.all_reduce(x).view(self.size, -1)[self.index]])
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         """Begin to write every rank's `x` [n], in rank order, into `into` [size · n]."""
-        return Running(torch.cat(self.all_gather(x), out=into))
+        return running(torch.cat(self.all_gather(x), out=into))
 
 
 class ProcessGroup(Group):
@@ -117,14 +115,14 @@ class ProcessGroup(Group):
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         flat = _flatten(tensors)
-        return Running(_split_like(flat, tensors), dist.all_reduce(flat, group=self.group, async_op=True))
+        return running(_split_like(flat, tensors), dist.all_reduce(flat, group=self.group, async_op=True))
 
     def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
         own = x.new_empty(x.numel() // self.size)
-        return Running([own], reduce_scatter_single(own, x, group=self.group, async_op=True))
+        return running([own], reduce_scatter_single(own, x, group=self.group, async_op=True))
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
-        return Running(into, all_gather_single(into, x, group=self.group, async_op=True))
+        return running(into, all_gather_single(into, x, group=self.group, async_op=True))
 
 
 class GroupCache(dict[object, Any]):

@@ -2,8 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from math import inf
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.comm.groups import Posted, Running, group_cache
+from autoptd.runtime.comm.groups import Posted, group_cache, running
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Mesh
 
@@ -58,7 +57,7 @@ class ThreadChannel(Channel):
         """Do nothing: a receiver has a copy."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
-        return _ThreadReceive(partial(self._take, next(self._received), tuple(shape), dtype))
+        return Posted(partial(self._take, next(self._received), tuple(shape), dtype))
 
     def _take(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         what = f"receive {number} on {self.name} of {dtype}{list(shape)}"
@@ -68,11 +67,6 @@ class ThreadChannel(Channel):
         if x.shape != shape or x.dtype != dtype:
             raise RuntimeError(f"{what} met a send of {x.dtype}{list(x.shape)}: the ends have other orders")
         return x
-
-
-@dataclass(frozen=True)
-class _ThreadReceive:
-    wait: Callable[[], Tensor]
 
 
 class ProcessChannel(Channel):
@@ -107,13 +101,13 @@ class ProcessChannel(Channel):
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
         x = torch.empty(tuple(shape), dtype=dtype, device=device)
-        return Running(x, dist.irecv(x, self.source, self.group))
+        return running(x, dist.irecv(x, self.source, self.group))
 
     def connect(self, device: torch.device) -> None:
         """Pass one element, uncounted; return when both ends are connected."""
         x, sends = torch.zeros(1, device=device), dist.get_rank() == self.source
         post, peer = (dist.isend, self.destination) if sends else (dist.irecv, self.source)
-        Running(x, post(x, peer, self.group)).wait()
+        running(x, post(x, peer, self.group)).wait()
 
 
 def neighbours(mesh: Mesh) -> list[tuple[int, int]]:

@@ -125,14 +125,12 @@ class RecordingGroup(LocalGroup):
         (x,) = tensors
         assert x.is_contiguous()
         self.events.append("post")
-        events = self.events
 
-        class Waiting:
-            def wait(self) -> list[Tensor]:
-                events.append("wait")
-                return [x.mul_(10)]
+        def wait() -> list[Tensor]:
+            self.events.append("wait")
+            return [x.mul_(10)]
 
-        return Waiting()
+        return Posted(wait)
 
 
 class Products(TorchDispatchMode):

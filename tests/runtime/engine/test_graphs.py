@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime.comm.groups import LocalGroup, Running
+from autoptd.runtime.comm.groups import LocalGroup, Posted, running
 from autoptd.runtime.engine import graphs
 from autoptd.runtime.engine.graphs import GraphSlot, Replay
 from autoptd.runtime.module.parallel import Parallel
@@ -517,9 +517,9 @@ def test_buckets_of_a_replay_are_complete_when_they_are_posted(
     class Replicas(LocalGroup):
         """Another one adds nothing."""
 
-        def post_all_reduce(self, tensors: Sequence[Tensor]) -> Running[list[Tensor]]:
+        def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
             copies.append(tensors[0].clone())
-            return Running(list(tensors))
+            return running(list(tensors))
 
     monkeypatch.setattr(sums, "_data", Replicas(2))
     for step in range(6):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.comm.groups import LocalGroup, Running
+from autoptd.runtime.comm.groups import LocalGroup, running
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete, read_gradients
 from autoptd.runtime.optimizer.zero1 import FlatShard
@@ -105,8 +105,8 @@ def test_owners_have_the_same_bits_in_whatever_order_each_adds_up_its_replicas(s
                 third, second, first = data.all_gather(x)
                 return first + second + third
 
-            data.post_all_reduce = lambda tensors: Running(list(map(add_up, tensors)))  # type: ignore[method-assign]
-            data.post_reduce_scatter = lambda x: Running([add_up(x)[at.data, None]])  # type: ignore[method-assign]
+            data.post_all_reduce = lambda tensors: running(list(map(add_up, tensors)))  # type: ignore[method-assign]
+            data.post_reduce_scatter = lambda x: running([add_up(x)[at.data, None]])  # type: ignore[method-assign]
         shards = [FlatShard({"tied": torch.zeros(3).double()}, torch.float64, data)] if sharded else []
         own = [1e16, -1e16, 1.0][at.data]
         summed = sum_gradients(manifest, connection, {"tied": torch.full((3,), own).double()}, shards)

@@ -204,16 +204,6 @@ def test_states_that_are_one_number_are_known(name: str) -> None:
     assert not {key for key, x in optimizer.state[parameter].items() if is_shaped(x)} & set(SINGLE)
 
 
-class Lazy:
-    """A collective that begins only when it is waited for."""
-
-    def __init__(self, begin: Callable[[], Posted[Tensor]]) -> None:
-        self.begin = begin
-
-    def wait(self) -> Tensor:
-        return self.begin().wait()
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_processes_step_bitwise_as_the_whole_optimizer(late: bool) -> None:
     """Over gloo; with `late` nothing of a gather has happened before something waits for it."""
@@ -222,9 +212,11 @@ def test_processes_step_bitwise_as_the_whole_optimizer(late: bool) -> None:
     def body(rank: int, shard_at: int | None) -> dict[str, Tensor]:
         if late:
             gather = ProcessGroup.post_all_gather
-            setattr(  # noqa: B010  # in this forked process only
-                ProcessGroup, "post_all_gather", lambda group, x, into: Lazy(lambda: gather(group, x, into))
-            )
+
+            def gather_late(group: ProcessGroup, x: Tensor, into: Tensor) -> Posted[Tensor]:
+                return Posted(lambda: gather(group, x, into).wait())
+
+            setattr(ProcessGroup, "post_all_gather", gather_late)  # noqa: B010  # in this forked process only
         connection = connect(chain.manifest, torch.device("cpu"), "same")
         return train(chain, connection, OPTIMIZERS["AdamW"], shard_at)[0]
 
