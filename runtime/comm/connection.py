@@ -15,7 +15,7 @@ from autoptd.runtime.comm.agreement import find_others, gather_given
 from autoptd.runtime.comm.groups import Group, GroupCache, LocalGroup, ProcessGroup, ThreadGroup, group_cache
 from autoptd.runtime.comm.point_to_point import Channel, process_channels, thread_channels
 from autoptd.runtime.comm.rank import Rank, thread_ranks
-from autoptd.runtime.comm.threads import ThreadPosition, ThreadRendezvous, ThreadWorld
+from autoptd.runtime.comm.threads import ThreadPosition, ThreadWorld
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
@@ -87,14 +87,13 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
     ranks = thread_ranks(mesh, world)
     tied: list[dict[Owners, Group]] = [{} for _ in ranks]
     for owners, members in _tied_groups(manifest):
-        rendezvous = ThreadRendezvous(world, len(members), f"group {list(members)} of a tied parameter")
+        name = f"group {list(members)} of a tied parameter"
         for index, member in enumerate(members):
-            tied[member][owners] = ThreadGroup(rendezvous, index)
+            tied[member][owners] = ThreadGroup(world, name, len(members), index)
     channels = thread_channels(mesh, world)
-    everyone = ThreadRendezvous(world, mesh.size, "group of all ranks")
     connections = []
     for own, rank in enumerate(ranks):
-        group, position = ThreadGroup(everyone, own), ThreadPosition(world)
+        group, position = ThreadGroup(world, "group of all ranks", mesh.size, own), ThreadPosition(world)
         connection = Connection(rank, tied=tied[own], world=group, position=position)
         connections.append(_join(manifest, connection, channels))
     return world.run(body, connections)

@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoptd.runtime.comm.threads import ThreadRendezvous
+from autoptd.runtime.comm.threads import ThreadWorld
 
 Reduction = Literal["sum", "max"]
 
@@ -150,15 +151,15 @@ def group_cache(world: dist.ProcessGroup | None) -> GroupCache:
 
 
 class ThreadGroup(Group):
-    """A group of threads of this process, which meet at a shared `rendezvous`; `rank.thread_ranks` makes them.
+    """A group of threads of `world`, with a `name` there of its own; `rank.thread_ranks` makes them.
 
     For the CPU only: there a backward pass runs in the thread that called it, so its collectives can meet. On a GPU
     all backward passes of a process share one thread and would wait for each other.
     """
 
-    def __init__(self, rendezvous: ThreadRendezvous, index: int) -> None:
-        super().__init__(rendezvous.size, index)
-        self.rendezvous = rendezvous
+    def __init__(self, world: ThreadWorld, name: str, size: int, index: int) -> None:
+        super().__init__(size, index)
+        self.world, self.name, self._numbers = world, name, count()
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         first, *others = self._exchange(f"all_reduce {op}", x)
@@ -174,7 +175,22 @@ class ThreadGroup(Group):
         return self._exchange(f"broadcast from {source}", x)[source].clone()
 
     def _exchange(self, kind: str, x: Tensor) -> list[Tensor]:
-        return self.rendezvous.exchange(self.index, f"{kind} of {x.dtype}{list(x.shape)}", x)
+        """Give `x` and return copies of all ranks' tensors, which the ranks have in common.
+
+        Raises RuntimeError where they met in different collectives, or with other shapes.
+        """
+        place, signature = (self.name, next(self._numbers)), f"{kind} of {x.dtype}{list(x.shape)}"
+        with self.world.condition:
+            given = self.world.given.setdefault(place, {})
+            given[self.index] = signature, x.detach().clone()
+            self.world.condition.notify_all()
+            what = f"{self.name} rank {self.index} of {self.size} in {signature}"
+            self.world.wait(lambda: len(given) == self.size, what)
+            self.world.given.pop(place, None)
+        if any(other != signature for other, _ in given.values()):
+            calls = ", ".join(f"rank {i}: {other}" for i, (other, _) in sorted(given.items()))
+            raise RuntimeError(f"the ranks of one {self.name} met in different collectives: {calls}")
+        return [given[i][1] for i in range(self.size)]
 
 
 class LocalGroup(Group):

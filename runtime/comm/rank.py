@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.comm.groups import Group, LocalGroup, ProcessGroup, Reduction, ThreadGroup
-from autoptd.runtime.comm.threads import ThreadRendezvous, ThreadWorld
+from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.mesh import Coordinates, Mesh
 from autoptd.runtime.randomness import Randomness
@@ -77,14 +77,11 @@ class Rank:
 
 def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
     """Make all ranks of `mesh` as threads of `world`, in the order of their global rank."""
-    rendezvous: dict[tuple[str, tuple[int, ...]], ThreadRendezvous] = {}
 
     def group(axis: str, rank: int) -> Group:
         members = mesh.group(axis, rank)
-        if len(members) == 1:
-            return LocalGroup()
-        new = ThreadRendezvous(world, len(members), f"{axis} group {list(members)}")
-        return ThreadGroup(rendezvous.setdefault((axis, members), new), members.index(rank))
+        name, index = f"{axis} group {list(members)}", members.index(rank)
+        return ThreadGroup(world, name, len(members), index) if len(members) > 1 else LocalGroup()
 
     groups = ({axis: group(axis, rank) for axis in mesh.axes} for rank in range(mesh.size))
     return [Rank(mesh, mesh.coordinates(rank), own) for rank, own in enumerate(groups)]

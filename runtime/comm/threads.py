@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import count
 from typing import TypeVar
 
 import torch
@@ -21,11 +20,13 @@ class ThreadWorld:
 
     Every wait uses one condition, so the world knows which thread waits for what. When one rank fails, all others
     stop. When all running threads wait, that is a deadlock, which is reported at once and not after a timeout.
-    Threads may wait only inside `run`; a world cannot be used again after a failure.
+    Threads may wait only inside `run`; a world cannot be used again after a failure. `given` is what ranks have brought
+    to a collective so far, by the name of its group and its number there.
     """
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
+        self.given: dict[tuple[str, int], dict[int, tuple[str, Tensor]]] = {}
         self.failure: BaseException | None = None
         self._running = 0
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
@@ -109,32 +110,3 @@ class ThreadPosition(Position):
     def act(self, action: Action) -> None:
         self._world.check(f"stopped before {action}")
         super().act(action)
-
-
-class ThreadRendezvous:
-    """The exchange of tensors among the `size` threads of one group."""
-
-    def __init__(self, world: ThreadWorld, size: int, name: str = "group") -> None:
-        self.world = world
-        self.size = size
-        self.name = name
-        self._numbers = [count() for _ in range(size)]
-        self._rounds: dict[int, dict[int, tuple[str, Tensor]]] = {}
-
-    def exchange(self, index: int, signature: str, x: Tensor) -> list[Tensor]:
-        """Give `x` and return copies of all ranks' tensors, which the ranks have in common.
-
-        Raises RuntimeError if the ranks' signatures (the collective and the shape) differ.
-        """
-        with self.world.condition:
-            number = next(self._numbers[index])
-            given = self._rounds.setdefault(number, {})
-            given[index] = signature, x.detach().clone()
-            self.world.condition.notify_all()
-            what = f"{self.name} rank {index} of {self.size} in {signature}"
-            self.world.wait(lambda: len(given) == self.size, what)
-            self._rounds.pop(number, None)
-        if any(other != signature for other, _ in given.values()):
-            calls = ", ".join(f"rank {i}: {other}" for i, (other, _) in sorted(given.items()))
-            raise RuntimeError(f"the ranks of one {self.name} met in different collectives: {calls}")
-        return [given[i][1] for i in range(self.size)]
