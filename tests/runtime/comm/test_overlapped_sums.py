@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from inspect import getclosurevars
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 def watch_end(posted: Any, end: Callable[[], None]) -> None:
     """Have `end` called when a posted collective is over, by the thread that has made it."""
-    posted.work.get_future().then(lambda _: end())
+    getclosurevars(posted.wait).nonlocals["work"].get_future().then(lambda _: end())
 
 
 def bind(chain: Chain) -> tuple[Parallel, Connection, Callable[[], float]]:
