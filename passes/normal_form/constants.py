@@ -115,7 +115,7 @@ class _Folder:
             users = [user for user in node.users if user not in self.constant]
             if node in self.constant and users and node.op != "get_attr":
                 outputs[str(self._load(node, users).target)] = node
-        once = constants_graph(outputs)
+        once = constants_graph(outputs, outputs)
         self.graph.eliminate_dead_code()
         return once
 
