@@ -40,14 +40,9 @@ def _kind(value: Any) -> Any:
     """Return what of an argument, a natural number where it is an integer, Triton compiles a kernel for."""
     if isinstance(value, Tensor):
         return value.dtype, value.get_device(), value.data_ptr() % 16 == 0
-    return tuple(map(_kind, value)) if type(value) is tuple else _kind_of_number(value)
-
-
-@lru_cache(maxsize=1 << 14, typed=True)
-def _kind_of_number(value: Any) -> Any:
     if type(value) is int:
         return value == 1, value % 16 == 0, value.bit_length() // 32
-    return type(value)
+    return tuple(map(_kind, value)) if type(value) is tuple else type(value)
 
 
 # Triton's own of these two take 6 microseconds each.
