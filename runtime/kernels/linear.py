@@ -126,10 +126,8 @@ class SplitLinear:
 
     def _parts(self, weight: Tensor) -> Tensor:
         """Return the weight as a view [sections, in, out / sections]."""
-        rows, columns = weight.shape
-        if self.transposed:
-            return weight.view(rows, self.sections, columns // self.sections).transpose(0, 1)
-        return weight.view(self.sections, rows // self.sections, columns).transpose(1, 2)
+        turned = weight.t() if self.transposed else weight
+        return turned.view(self.sections, -1, turned.shape[1]).transpose(1, 2)
 
     def _split(self, gradient: Tensor) -> Tensor:
         return gradient.reshape(self.sections, -1, gradient.shape[-1])

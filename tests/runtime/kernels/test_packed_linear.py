@@ -54,7 +54,7 @@ def test_only_what_is_asked_for_gets_a_gradient() -> None:
 @pytest.mark.parametrize(
     ("shapes", "sections", "words"),
     [
-        (((5, 8), (12, 8), (12,)), 5, r"\[5, 2, 8\]' is invalid for input of size 96"),
+        (((5, 8), (12, 8), (12,)), 5, r"\[5, -1, 8\]' is invalid for input of size 96"),
         (((5, 6), (12, 8), (12,)), 3, r"cannot be multiplied \(5x6 and 8x4\)"),
         (((5, 8), (12, 8), (8,)), 3, r"\[3, 1, 4\]' is invalid for input of size 8"),
     ],
