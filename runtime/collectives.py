@@ -30,13 +30,11 @@ def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
 
     Backward gives a partial gradient, zero outside the part. Raises ValueError when t does not divide `dim`.
     """
-    size, index = rank.group("tensor").size, rank.group("tensor").index
-    if size == 1:
-        return x
-    width, rest = divmod(x.shape[dim], size)
+    group = rank.group("tensor")
+    width, rest = divmod(x.shape[dim], group.size)
     if rest:
-        raise ValueError(f"dimension {dim} of {list(x.shape)} does not divide over {size} tensor ranks")
-    return x.narrow(dim, index * width, width)
+        raise ValueError(f"dimension {dim} of {list(x.shape)} does not divide over {group.size} tensor ranks")
+    return x if group.size == 1 else x.narrow(dim, group.index * width, width)
 
 
 def copied_linear(

@@ -77,8 +77,7 @@ def _open_store(patience: timedelta) -> tuple[Any, int, int]:
     given = os.environ
     serves = given.get("RANK") == "0" and given.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not (serves and {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= given.keys()):
-        found: tuple[Any, int, int] = next(rendezvous("env://", timeout=patience))
-        return found
+        return next(rendezvous("env://", timeout=patience))  # type: ignore[no-any-return]
     size, place = int(given["WORLD_SIZE"]), (given["MASTER_ADDR"], int(given["MASTER_PORT"]))
     options: Any = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
     options["use_libuv"] = given.get("USE_LIBUV", "1") == "1"

@@ -63,10 +63,8 @@ def bias_dropout_add_operator(
     return torch.add(residual, total, alpha=factor, out=out)
 
 
-def _allocate_gradients(
-    gradient: Tensor, p: float, key: Any, _: Tensor, *dtypes: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    of_x, of_bias = dtypes
+def _allocate_gradients(gradient: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, of_x, of_bias = others
     return torch.empty_like(gradient, dtype=of_x), gradient.new_empty(gradient.shape[-1:], dtype=of_bias)
 
 
