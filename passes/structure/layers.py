@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.nodes import change_info, info
-from autoptd.passes.ir.program import Program, Stage, copy_graph, tensor_bytes
+from autoptd.passes.ir.program import Program, Stage, copy_graph, copy_nodes, tensor_bytes
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.collectives import copy_to_tensor
 
@@ -65,16 +65,11 @@ def find_stacks(program: Program) -> list[list[Layer]]:
 
 def _leave_out_copies(stage: Stage) -> tuple[Stage, Mapping[fx.Node, fx.Node]]:
     """Return the stage without f, which a first trained layer does without, and the original of each of its nodes."""
-    graph = fx.Graph()
-    home: dict[fx.Node, fx.Node] = {}
-    values: dict[fx.Node, fx.Node] = {}
-    for node in stage.graph.nodes:
-        if node.target is copy_to_tensor:
-            values[node] = values[node.args[1]]
-        else:
-            values[node] = made = graph.node_copy(node, values.__getitem__)
-            home[made] = node
-    return replace(stage, graph=graph), home
+    graph, values = copy_nodes(stage.graph.nodes)
+    for node in graph.find_nodes(op="call_function", target=copy_to_tensor):
+        node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+        graph.erase_node(node)
+    return replace(stage, graph=graph), {made: node for node, made in values.items()}
 
 
 class _Search:

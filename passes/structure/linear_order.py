@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -152,13 +152,8 @@ class Row:
 
 
 def _order(graph: fx.Graph) -> list[fx.Node]:
-    """Return all nodes but the output, each getitem right behind the call that it takes a result of."""
-    order: list[fx.Node] = []
+    """Return all nodes but the output, the getitems of a call's results right behind it."""
+    place: dict[Any, int] = {}
     for node in graph.nodes:
-        if node.op == "output" or node.target is operator.getitem:
-            continue
-        pending = [node]
-        while pending:
-            order.append(pending.pop())
-            pending.extend(user for user in reversed(order[-1].users) if user.target is operator.getitem)
-    return order
+        place[node] = place[node.args[0]] if node.target is operator.getitem else len(place)
+    return sorted((node for node in graph.nodes if node.op != "output"), key=place.__getitem__)
