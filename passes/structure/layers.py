@@ -67,7 +67,7 @@ def _leave_out_copies(stage: Stage) -> tuple[Stage, Mapping[fx.Node, fx.Node]]:
     """Return the stage without f, which a first trained layer does without, and the original of each of its nodes."""
     graph, values = copy_nodes(stage.graph.nodes)
     for node in graph.find_nodes(op="call_function", target=copy_to_tensor):
-        node.replace_all_uses_with(node.args[1])  # type: ignore[arg-type]
+        node.replace_all_uses_with(node.args[1])
         graph.erase_node(node)
     return replace(stage, graph=graph), {made: node for node, made in values.items()}
 
