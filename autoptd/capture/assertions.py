@@ -16,13 +16,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from autoptd.capture.source_lines import user_frame
 
-CHOICES = (
-    ast.IfExp,
-    ast.NamedExpr,
-    ast.Lambda,
-    ast.ListComp,
-    ast.GeneratorExp,
-)  # of which a test may be a part
+# Expressions of which a test may be a part.
+CHOICES = (ast.IfExp, ast.NamedExpr, ast.Lambda, ast.ListComp, ast.GeneratorExp)
 ASSERTING = {"_assert", "_check", "_check_with"}  # functions of torch
 
 
@@ -55,10 +50,8 @@ def assuming() -> Iterator[dict[str, None]]:
     def expect_or_defer(*args: Any, **kwargs: Any) -> bool:
         return expect() is not None or defer(*args, **kwargs)
 
-    # Of all, since torch.export makes one of its own.
-    with patch.multiple(
-        ShapeEnv, evaluate_expr=evaluate_or_expect, guard_or_defer_runtime_assert=expect_or_defer
-    ):
+    patched = {"evaluate_expr": evaluate_or_expect, "guard_or_defer_runtime_assert": expect_or_defer}
+    with patch.multiple(ShapeEnv, **patched):  # all, since torch.export makes one of its own
         yield lines
 
 

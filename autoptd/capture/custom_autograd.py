@@ -1,7 +1,6 @@
 """Trace a call of the user's own autograd function as one operator, whose backward is the function's own."""
 
 import contextlib
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -74,7 +73,7 @@ class Functions:
         """Trace every call of an autograd function in this block as an operator, and a checkpoint as what it wraps."""
 
         def look_through(*_: Any, **__: Any) -> Iterator[None]:
-            self.checkpointed[user_line(traceback.extract_stack())] = None
+            self.checkpointed[user_line()] = None
             yield
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +96,7 @@ class Functions:
         return (*(f"{place}: {inlined}" for place in self.checkpointed), *self.seen.values())
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
-        place = user_line(traceback.extract_stack())
+        place = user_line()
         self.checkpointed[place] = None
         result = args[0](*args[2:])
         if _need_gradient(tree_leaves(result)) and not _need_gradient(args[2:]):
@@ -109,7 +108,7 @@ class Functions:
 
     def _trace(self, cls: type, args: tuple[Any, ...]) -> Any:
         """Return the results of a call without data, as results of the one operator in the trace."""
-        place = user_line(traceback.extract_stack())
+        place = user_line()
         function = _find_function(cls, place)
         leaves, spec = tree_flatten(args)
         for other in leaves:
@@ -121,10 +120,9 @@ class Functions:
         if torch.is_autocast_enabled("cpu") and (dtype := find_cast(function, self._device)) is not None:
             leaves = [x.to(dtype) if is_eligible(x) else x for x in leaves]
             args = tree_unflatten(leaves, spec)
+        given = function, args, place, torch.is_grad_enabled()
         with ThreadPoolExecutor(1) as thread:  # in which no mode of the trace is active
-            results, calls, note = thread.submit(
-                _run, function, args, place, torch.is_grad_enabled()
-            ).result()
+            results, calls, note = thread.submit(_run, *given).result()
         for mode in _get_current_function_mode_stack():
             if isinstance(mode, Calls):
                 mode.note(calls)
@@ -206,10 +204,8 @@ def _run(function: AutogradFunction, args: Any, place: str, grad: bool) -> tuple
             raise FunctionError(
                 f"{place}: {name} writes to its argument with {func}, but a program's values stay: write to a clone"
             )
-    foreign = ", ".join(
-        dict.fromkeys(x.operator.name() for x in operations if x.operator.namespace != "aten")
-    )
-    return results, calls.made, note + f"; the FLOPs of {foreign} are unknown" * bool(foreign)
+    foreign = dict.fromkeys(x.operator.name() for x in operations if x.operator.namespace != "aten")
+    return results, calls.made, note + f"; the FLOPs of {', '.join(foreign)} are unknown" * bool(foreign)
 
 
 def _need_gradient(values: Iterable[object]) -> bool:

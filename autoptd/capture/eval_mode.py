@@ -1,7 +1,6 @@
 """Evaluation: dropout switched off, whatever mode modules are in, and the operators compared with those of training."""
 
 import inspect
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autoptd.capture.side_effects import keeping_attributes
+from autoptd.capture.side_effects import keeping_attributes, refuse_new_hooks
 from autoptd.capture.source_lines import user_line
 
 Call = tuple[Any, tuple[Any, ...]]
@@ -83,7 +82,7 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if self._expected is not None and self.dropped is None and drops(func, args, options):
-            self.dropped = user_line(traceback.extract_stack())
+            self.dropped = user_line()
         result = func(*args, **options)
         if isinstance(result, Tensor) and result.is_floating_point() and func not in LEFT_OUT:
             given = () if func in ATTENTIONS else (*args, *options.values())
@@ -95,7 +94,7 @@ class Calls(TorchFunctionMode):
         wanted = None if self._expected is None else self._expected[len(self.made) :][: len(calls)]
         self.made += calls
         if wanted is not None and self.found is None and wanted != calls:
-            self.found = user_line(traceback.extract_stack())
+            self.found = user_line()
 
 
 def compare_evaluation(model: nn.Module, training: Sequence[Call], run: Callable[[], Tensor]) -> Calls:
@@ -106,7 +105,7 @@ def compare_evaluation(model: nn.Module, training: Sequence[Call], run: Callable
     """
     calls = Calls(training)
     exporting = patch.multiple(torch.compiler, _is_exporting_flag=True, _is_compiling_flag=True)
-    with keeping_attributes(model), exporting, calls:
+    with keeping_attributes(model), refuse_new_hooks(), exporting, calls:
         for part in model.modules():
             part.training = False
         run()

@@ -21,17 +21,11 @@ from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
 from autoptd.capture.custom_autograd import FunctionError, Functions, write_functions
 from autoptd.capture.eval_mode import compare_evaluation
-from autoptd.capture.example_inputs import Examples, read_examples
+from autoptd.capture.example_inputs import read_examples
 from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
 from autoptd.capture.objective import Objective
 from autoptd.capture.results import LossError, Outputs
-from autoptd.capture.side_effects import (
-    NUMBERS,
-    SideEffectError,
-    keeping_attributes,
-    refuse_hooks,
-    refuse_new_hooks,
-)
+from autoptd.capture.side_effects import NUMBERS, SideEffectError, keeping_attributes, refuse_hooks
 from autoptd.capture.source_lines import short_line
 from autoptd.capture.trace_errors import describe_error, explain, find_way
 from autoptd.passes.ir.nodes import NodeInfo, aten_name, describe, where
@@ -42,12 +36,7 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.user_warnings import warn_caller
 
-CHECKS = frozenset(
-    [
-        *("_assert_async", "_assert_scalar", "_assert_tensor_metadata"),
-        *("sym_constrain_range", "sym_constrain_range_for_size"),
-    ]
-)
+CHECKS = ("_assert_", "sym_constrain_range")  # what the names of operators begin with that only check
 
 
 def capture(
@@ -103,7 +92,7 @@ def capture(
             "them, neither for you nor for the next call. Return beside the loss what you want to see, and name it in "
             "outputs="
         )
-    graph = _build_graph(exported, tensors, examples, tuple(objective.result.outputs), model)
+    graph = _build_graph(exported, tensors, objective)
     stage = Stage(graph, tensors.parameters, fx.Graph())
     log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
@@ -156,7 +145,7 @@ def _compare_modes(
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
     made = objective.result.calls.made
     try:
-        with run_without_data(mode), functions.watch(), refuse_new_hooks(), objective.known:
+        with run_without_data(mode), functions.watch(), objective.known:
             calls = compare_evaluation(objective, made, lambda: objective.find_loss(*values))
     except SideEffectError:
         raise
@@ -262,23 +251,16 @@ def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Ten
         yield from loss_fn.named_buffers("loss_fn", remove_duplicate=False)
 
 
-def _build_graph(
-    exported: ExportedProgram,
-    tensors: _Tensors,
-    examples: Examples,
-    paths: Sequence[tuple[str, ...]],
-    model: nn.Module,
-) -> fx.Graph:
+def _build_graph(exported: ExportedProgram, tensors: _Tensors, objective: Objective) -> fx.Graph:
     """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
     inputs = [s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
-    names = dict(zip(inputs, (i.name for i in examples.inputs), strict=True))
     _drop_checks(exported.graph)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, fx.Node] = {}
     own = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
-    for placeholder, name in names.items():
-        values[own[placeholder]] = new = graph.placeholder(name)
+    for placeholder, value in zip(inputs, objective.inputs, strict=True):
+        values[own[placeholder]] = new = graph.placeholder(value.name)
         _describe_node(new, own[placeholder], role="input")
 
     def value_of(node: fx.Node) -> fx.Node:
@@ -293,22 +275,22 @@ def _build_graph(
     for node in exported.graph.nodes:
         if node.op == "output":
             loss, *others = map(value_of, node.args[0])
-            values_asked = [(path, other.meta["val"]) for path, other in zip(paths, others, strict=True)]
-            outputs = tuple(Result(path, tuple(val.shape), val.dtype) for path, val in values_asked)
+            asked = zip(objective.result.outputs, (other.meta["val"] for other in others), strict=True)
+            outputs = tuple(Result(path, tuple(val.shape), val.dtype) for path, val in asked)
             result = graph.output((loss, *others) if others else loss)
             describe(result, loss.meta["val"], NodeInfo(outputs=outputs))
         elif node.op != "placeholder":
             values[node] = graph.node_copy(node, value_of)
             region = _region(exported.graph_module, node) if node.op == "get_attr" else None
             _describe_node(values[node], node, region=region)
-            _check_value(values[node], model)
+            _check_value(values[node], objective.captured)
     return graph
 
 
 def _drop_checks(graph: fx.Graph) -> None:
     """Drop what only checks numbers that depend on data, and the numbers that nothing else reads."""
     for node in reversed(graph.nodes):
-        checks = aten_name(node.target) in CHECKS
+        checks = aten_name(node.target).startswith(CHECKS)
         if not node.users and (checks or isinstance(node.meta.get("val"), NUMBERS)):
             graph.erase_node(node)
 

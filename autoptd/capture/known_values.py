@@ -1,7 +1,6 @@
 """Values that a forward reads in Python although nothing has data: those of constants are computed."""
 
 import operator
-import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,7 +46,7 @@ class KnownValues(TorchFunctionMode):
         options = dict(kwargs or {})
         if func not in READS:
             return func(*args, **options)
-        place = f"{func} {user_line(traceback.extract_stack())}"
+        place = f"{func} {user_line()}"
         if get_proxy_mode() is None:
             return self._given[place].popleft() if self._given[place] else func(*args, **options)
         values = {id(x): self._compute(x) for x in tree_leaves((args, options)) if isinstance(x, Tensor)}

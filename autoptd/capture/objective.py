@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +12,7 @@ from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
 from autoptd.capture.known_values import KnownValues
-from autoptd.capture.results import (
-    LossError,
-    Outputs,
-    describe,
-    describe_output,
-    find_loss,
-    find_outputs,
-    is_loss,
-)
+from autoptd.capture.results import LossError, Outputs, find_loss, find_outputs, is_loss
 from autoptd.capture.side_effects import judge_left, refuse_side_effects
 from autoptd.runtime.program.manifest import Output
 
@@ -95,16 +86,10 @@ class Objective(nn.Module):
     def find_loss(self, *values: Tensor) -> Tensor:
         """Return the loss as `forward` does, without what only a trace asks for."""
         given = {**self.constants, **dict(zip((i.name for i in self.inputs), values, strict=True))}
-        result = _call(self.captured, {k: v for k, v in given.items() if k not in self.targets})
-        if self.loss_fn is None:
-            loss, output = find_loss(result)
-        else:
-            loss = self.loss_fn(result, **{k: v for k, v in given.items() if k in self.targets})
-            if not is_loss(loss):
-                raise LossError(f"loss_fn returned {describe(loss)}; expected a scalar floating-point tensor")
-            output = replace(describe_output(result), separate_loss=True) if self.wanted else Output("tensor")
-        self.result.output = output
-        self.result.outputs = find_outputs(result, output, self.wanted) if self.wanted else {}
+        targets = {name: given.pop(name) for name in [*given] if name in self.targets}
+        result = _call(self.captured, given)
+        loss, output = find_loss(result, self.loss_fn, targets, self.wanted)
+        self.result.output, self.result.outputs = output, find_outputs(result, output, self.wanted)
         return loss
 
 

@@ -1,7 +1,7 @@
 """The structure of what a model returns: its loss, and the tensors that a call returns beside it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 from torch import Tensor, is_floating_point
@@ -15,25 +15,31 @@ class LossError(ValueError):
     """A model or loss_fn that does not return the loss or the outputs."""
 
 
-def find_loss(result: object) -> tuple[Tensor, Output]:
-    """Return the scalar loss in a model's output, and the structure of the output. Raises LossError."""
+def find_loss(
+    result: object, loss_fn: Callable[..., Tensor] | None, targets: Mapping[str, object], wanted: Outputs
+) -> tuple[Tensor, Output]:
+    """Return the scalar loss in what a model returned, or that of `loss_fn`, and the structure of a call's result.
+
+    With `loss_fn` that is the loss alone if no outputs are `wanted`. Raises LossError.
+    """
+    kind, fields = _read_fields(result)
+    if loss_fn is not None:
+        if not is_loss(loss := loss_fn(result, **targets)):
+            raise LossError(f"loss_fn returned {describe(loss)}; expected a scalar floating-point tensor")
+        if not wanted:
+            return loss, Output("tensor")
+        alone = kind == "tensor"
+        return loss, Output(
+            kind, "", "" if alone else _type_name(result), () if alone else tuple(fields), True
+        )
     if is_loss(result):
         return result, Output("tensor")
-    kind, fields = _read_fields(result)
     for name in fields if kind == "tuple" else ("loss",):
         if is_loss(item := fields.get(name)):
-            return item, describe_output(result, name)
+            return item, Output(kind, name, _type_name(result), tuple(fields))
     raise LossError(
         f"the model returned {describe(result)}, which has no scalar loss; return the loss (alone, in a tuple, or "
         "under 'loss'), or pass loss_fn="
-    )
-
-
-def describe_output(result: object, loss: str = "") -> Output:
-    """Return the structure of what a model returned, whose loss is the field `loss`."""
-    kind, fields = _read_fields(result)
-    return Output(
-        kind, loss, "" if kind == "tensor" else _type_name(result), () if kind == "tensor" else tuple(fields)
     )
 
 

@@ -5,10 +5,9 @@ import operator
 import pickle
 import random
 import sys
-import traceback
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -156,15 +155,13 @@ def judge_left(
     return varying
 
 
-@contextmanager
-def refuse_new_hooks() -> Iterator[None]:
+def refuse_new_hooks() -> AbstractContextManager[Any]:
     """Raise SideEffectError if a forward in this block registers a hook on a gradient."""
-    with patch.multiple(Tensor, register_hook=_refuse_hook, register_post_accumulate_grad_hook=_refuse_hook):
-        yield
+    return patch.multiple(Tensor, register_hook=_refuse_hook, register_post_accumulate_grad_hook=_refuse_hook)
 
 
 def _refuse_hook(*_: object, **__: object) -> NoReturn:
-    place = user_line(traceback.extract_stack())
+    place = user_line()
     raise SideEffectError(
         f"{place}: a hook on a gradient, which no trace shows; write its effect in forward: "
         "x * factor + (x * (1 - factor)).detach() has the value of x, and its gradient times factor"

@@ -4,8 +4,8 @@ import contextlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
-from traceback import FrameSummary
 from types import FrameType
 
 import torch
@@ -15,9 +15,9 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def user_line(frames: Sequence[FrameSummary]) -> str:
-    """Return the innermost frame outside torch and this package: "/home/me/gpt.py:52: y = f(x)", or ""."""
-    for frame in reversed(frames):
+def user_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
+    """Return the innermost of the running `frames` outside torch and this package: "/me/gpt.py:52: y = f(x)", or ""."""
+    for frame in reversed(traceback.extract_stack() if frames is None else frames):
         if not is_foreign(frame.filename):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return ""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -314,5 +313,5 @@ def _find_constant(tensor: Tensor) -> Draw:
 
 def _place(operator: object) -> str:
     """Return the user's line that called `operator`."""
-    line = user_line(traceback.extract_stack())
+    line = user_line()
     return f"{line} ({operator})" if line else f"{operator}"
