@@ -25,27 +25,22 @@ def describe_program(
     **job: Any,
 ) -> Manifest:
     """Return the manifest of a cut program; `job` are its fields that follow from the arguments of `compile`."""
-    used = [(name, program.buffers[name], parameters[name].dtype) for name in sorted(program.proved)]
+    used = [(n, program.buffers[n], parameters[n].dtype) for n in sorted(program.proved)]
+    same = ("mesh", "aliases", "output", "fixed", "rules", "model_flops", "uninitialized")
     saved = model.state_dict().keys()
     sizes = [i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None]
     values = [node.meta.get("val") for stage in program.stages for node in stage.graph.nodes]
     return Manifest(
-        mesh=program.mesh,
+        **{name: getattr(program, name) for name in same},
         num_model_chunks=len(program.stages) // program.mesh.pipeline,
         microbatch_size=min(sizes, default=1),
         inputs=describe_inputs(program),
         stages=tuple(_interfaces(program)),
         parameters=parameters,
-        aliases=program.aliases,
-        output=program.output,
-        fixed=program.fixed,
-        rules=program.rules,
         layers=name_layers(model),
         training=model.training,
         transient=tuple(sorted(n for n, p in parameters.items() if p.kind == "buffer" and n not in saved)),
-        model_flops=program.model_flops,
         arguments=read_arguments(model, loss_fn),
-        uninitialized=program.uninitialized,
         proved={name: hash_values(values, dtype) for name, values, dtype in used},
         scales_loss=any(getattr(value, "dtype", None) is torch.float16 for value in values),
         autocast=None if program.autocast is None else program.autocast.dtype,

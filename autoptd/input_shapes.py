@@ -52,23 +52,18 @@ def check_examples(
     for number, example in enumerate(examples[1:], 1):
         with naming_shape(number, example):
             own = read_examples(model, example, loss_fn, None)
-            if _kinds(own) != _kinds(first) or own.constants != first.constants:
+            if (kinds := _describe_kinds(own)) != (known := _describe_kinds(first)):
                 raise ValueError(
-                    f"it has {_describe_kinds(own)}, and the first {_describe_kinds(first)}: give the same inputs in "
-                    "other shapes"
+                    f"it has {kinds}, and the first {known}: give the same inputs in other shapes"
                 )
             same = seen.setdefault(tuple(value.shape for value in own.inputs), number)
             if same != number:
                 raise ValueError(f"it has the same shapes as example_inputs[{same}]: leave out one of them")
 
 
-def _kinds(examples: Examples) -> list[tuple[str, object]]:
-    return [(value.name, value.dtype) for value in examples.inputs]
-
-
 def _describe_kinds(examples: Examples) -> str:
-    named = [f"{name} of {str(dtype).removeprefix('torch.')}" for name, dtype in _kinds(examples)]
-    return ", ".join([*named, *(f"{name}={value!r}" for name, value in examples.constants.items())])
+    named = [f"{i.name} of {str(i.dtype).removeprefix('torch.')}" for i in examples.inputs]
+    return ", ".join([*named, *(f"{name}={value!r}" for name, value in sorted(examples.constants.items()))])
 
 
 def naming_shape(number: int, example: Any) -> AbstractContextManager[None]:

@@ -20,8 +20,6 @@ from autoptd.runtime.program.manifest import Input
 
 MOVING = Trait.REARRANGES | Trait.TAKES | Trait.PADS  # moves elements, or adds constant ones
 LINEAR = MOVING | Trait.SCALES | Trait.REPEATS | Trait.LINEAR  # in its argument
-# The losses that read each input, each with the result of `_place`.
-Places = dict[str, list[tuple[fx.Node, tuple[int, int] | None]]]
 
 
 class Loss(NamedTuple):
@@ -57,8 +55,8 @@ def describe_inputs(program: Program) -> tuple[Input, ...]:
     inputs = {value.name: value for value in program.inputs}
     whole = strip(find_loss(program), MOVING | Trait.SCALES)
     for name, places in _find_places(program).items():
-        (node, place), *others = places
-        if place is not None and all(other is not None and other[0] == place[0] for _, other in others):
+        (node, _, place), *others = places
+        if place is not None and all(other is not None and other[0] == place[0] for *_, other in others):
             weighs = node is whole and not others and inputs[name].batch_dim is not None
             inputs[name] = replace(inputs[name], ignore_index=place[0], skipped=place[1], weighs=weighs)
     found: dict[str, list[Lookup]] = {}
@@ -90,8 +88,8 @@ def find_lookups(program: Program) -> Iterator[Lookup]:
 
 def find_uncounted(program: Program) -> tuple[str, ...]:
     """Return the labels that reach a mean cross-entropy changed or weighted, so that it is unknown which count."""
-    places = _find_places(program, means=True)
-    return tuple(name for name, found in places.items() if any(place is None for _, place in found))
+    places = _find_places(program).items()
+    return tuple(n for n, read in places if any(loss.mean and place is None for _, loss, place in read))
 
 
 def find_counts(program: Program) -> tuple[str, ...]:
@@ -123,19 +121,18 @@ def find_divisors(node: fx.Node) -> Sequence[Any]:
     return node.args[:1] if inverse or aten_name(node.target) == "reciprocal" else ()
 
 
-def _find_places(program: Program, *, means: bool = False) -> Places:
-    """Return the losses that read each input, or only the `means` among them."""
-    found: Places = {}
+def _find_places(program: Program) -> dict[str, list[tuple[fx.Node, Loss, tuple[int, int] | None]]]:
+    """Return the losses that read each input, each with the result of `_place`."""
+    found: dict[str, list[tuple[fx.Node, Loss, tuple[int, int] | None]]] = {}
     for stage in program.stages:
         for node in stage.graph.nodes:
             loss = read_loss(node)
-            # A mean over probabilities ignores no row.
-            if loss is None or (means and not loss.mean) or loss.target.meta["val"].is_floating_point():
-                continue
+            if loss is None or loss.target.meta["val"].is_floating_point():
+                continue  # a mean over probabilities ignores no row
             for name, source in find_sources(loss.target):
                 counts = loss.mean and not loss.weighted
                 place = _place(source, loss.target, loss.ignored) if counts else None
-                found.setdefault(name, []).append((node, place))
+                found.setdefault(name, []).append((node, loss, place))
     return found
 
 
@@ -267,9 +264,8 @@ def is_sum(program: Program) -> bool:
     def parts(node: fx.Node) -> list[fx.Node]:
         """Return the arguments that `node` grows with."""
         inputs = node.all_input_nodes
-        totals = [
-            y.target for x in inputs for y in (x, *x.all_input_nodes)
-        ]  # a divided softmax subtracts one
+        # A divided softmax subtracts a logsumexp.
+        totals = [y.target for x in inputs for y in (x, *x.all_input_nodes)]
         stops = read_loss(node) or find_factors(node) or kernels.logsumexp in totals
         if stops or has_trait(node, Trait.FUSED_ATTENTION | Trait.SOFTMAX | Trait.LOG_SOFTMAX):
             return []

@@ -1,12 +1,13 @@
 """The enclosing autocast context: read for the trace, and switched off for the compiler's own computations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only  # private, with no public twin
 
 from autoptd.passes.ir.autocast import KERNELS, Autocast
 
@@ -38,16 +39,12 @@ class NoGradRegions(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() or _nesting() == self.outside:
             return result
-        if isinstance(result, tuple) and type(result) is tuple:
-            return tuple(_detached(part, args) for part in result)
-        return _detached(result, args)
 
+        def detach(part: Tensor) -> Tensor:
+            given = any(part is x for x in args)
+            return part if given or not part.is_floating_point() else part.detach()
 
-def _detached(result: Any, args: Sequence[Any]) -> Any:
-    """Detach a new floating tensor; return any other value, and a tensor of `args`, as it is."""
-    if not isinstance(result, Tensor) or not result.is_floating_point() or any(result is x for x in args):
-        return result
-    return result.detach()
+        return tree_map_only(Tensor, detach, result)
 
 
 def _nesting() -> int:

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from autoptd.capture.autocast_state import read_autocast
 from autoptd.capture.custom_autograd import FunctionError, Functions, write_functions
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import read_examples
-from autoptd.capture.fake_module import make_mode, make_skeleton, run_without_data
+from autoptd.capture.fake_module import copy_structure, make_mode, make_twin, run_without_data
 from autoptd.capture.objective import Objective
 from autoptd.capture.results import LossError, Outputs
 from autoptd.capture.side_effects import NUMBERS, SideEffectError, keeping_attributes, refuse_hooks
@@ -63,11 +64,11 @@ def capture(
             buffers |= part.named_buffers(name)
     examples = read_examples(model, example_inputs, loss_fn, microbatch_size)
     mode = make_mode()
-    skeleton = make_skeleton(model, mode)
+    twin_of = partial(make_twin, mode=mode)
     with mode:
         values = tuple(torch.empty(i.shape, dtype=i.dtype) for i in examples.inputs)
-    loss_twin = make_skeleton(loss_fn, mode) if isinstance(loss_fn, nn.Module) else loss_fn
-    objective = Objective(skeleton, examples, loss_twin, buffers, outputs)
+    loss_twin = copy_structure(loss_fn, twin_of) if isinstance(loss_fn, nn.Module) else loss_fn
+    objective = Objective(copy_structure(model, twin_of), examples, loss_twin, buffers, outputs)
     autocast = read_autocast(model)
     functions = Functions(autocast)
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.

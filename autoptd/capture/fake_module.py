@@ -19,7 +19,7 @@ _STRUCTURE = (nn.Module, Tensor, list, tuple, dict, set, MethodType, functools.p
 
 
 def make_mode() -> FakeTensorMode:
-    """Return the mode of the skeleton's tensors: all on the CPU, none with data.
+    """Return the mode of a traced copy's tensors: all on the CPU, none with data.
 
     The CPU rather than meta, so that a model which writes ``torch.arange(s)`` or ``torch.tensor([...])`` without a
     device traces wherever its weights are.
@@ -51,17 +51,12 @@ def leave_modes() -> Iterator[None]:
         yield
 
 
-def make_skeleton(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy `model`'s structure; every parameter and buffer becomes a twin without data, ties kept.
-
-    The user's model stays unchanged and no weight is copied. The copy is in training mode; a model that is training
-    already keeps the modes of its submodules. Raises TypeError naming what cannot be copied.
-    """
-    return copy_structure(model, functools.partial(make_twin, mode=mode))
-
-
 def copy_structure(model: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Copy `model` as `make_skeleton` does, with other twins of its tensors."""
+    """Copy `model`'s structure; every parameter and buffer becomes its twin, such as `make_twin`'s, ties kept.
+
+    The user's model stays unchanged. The copy is in training mode; a model that is training already keeps the modes of
+    its submodules.
+    """
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, object] = {id(tensor): twin_of(tensor) for tensor in tensors}
     for module in model.modules():
@@ -102,10 +97,8 @@ def _copy_function(function: FunctionType, twins: dict[int, object]) -> object:
 
 
 def _holds_twin(cell: CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, FunctionType | MethodType | nn.Module)
-    except ValueError:  # a name that was given nothing
-        return False
+    filled = cell != CellType()  # with a name that was given nothing, a cell is equal to another empty one
+    return filled and isinstance(cell.cell_contents, FunctionType | MethodType | nn.Module)
 
 
 def _twin_of(value: object, twins: dict[int, object]) -> object:

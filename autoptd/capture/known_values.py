@@ -68,11 +68,6 @@ class KnownValues(TorchFunctionMode):
         slot: Any = get_proxy_slot(tensor, mode.tracer, None)
         return None if slot is None else slot.proxy.node
 
-    def _name_buffers(self) -> dict[fx.Node, str]:
-        """Return the names of the traced module's buffers by their nodes."""
-        found = {self._find_node(buffer): name for name, buffer in self.traced.named_buffers()}
-        return {node: name for node, name in found.items() if node is not None}
-
     def _compute(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a tensor of the trace; None unless it is made of buffers and literals alone."""
         if not isinstance(tensor, FakeTensor):
@@ -80,7 +75,8 @@ class KnownValues(TorchFunctionMode):
         if (wanted := self._find_node(tensor)) is None:
             return None
         mode: Any = get_proxy_mode()
-        root, names = mode.tracer.root, self._name_buffers()
+        root, buffers = mode.tracer.root, self.traced.named_buffers()
+        names = {self._find_node(buffer): name for name, buffer in buffers}
         values: dict[fx.Node, Any] = {}
         sources = _find_sources(wanted)
         with _disable_current_modes(), torch.no_grad():

@@ -50,10 +50,7 @@ def keeping_attributes(objective: nn.Module) -> Iterator[None]:
             if len(now) == len(then) and all(map(operator.is_, now, then)):
                 continue  # others may be reading it
             holder.clear()
-            if isinstance(holder, dict):
-                holder.update(before)
-            else:
-                holder.extend(before)
+            (holder.update if isinstance(holder, dict) else holder.extend)(before)
 
 
 def refuse_hooks(model: nn.Module) -> None:

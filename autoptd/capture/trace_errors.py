@@ -52,13 +52,8 @@ def find_way(model: nn.Module) -> str:
     kinds = (type(module).__name__ for module in model.modules())
     if hasattr(model, "set_experts_implementation") and any("Experts" in kind for kind in kinds):
         return "; for a loop over experts, model.set_experts_implementation('batched_mm')"
-    lists = (
-        name
-        for module in model.modules()
-        for name, part in module.named_children()
-        if len(list(part.children()))
-    )
-    experts = next((name for name in lists if "expert" in name.lower()), None)
+    named = (item for module in model.modules() for item in module.named_children())
+    experts = next((n for n, part in named if "expert" in n.lower() and list(part.children())), None)
     if experts is None:
         return ""
     return (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from autoptd.capture.example_inputs import Examples
-from autoptd.capture.fake_module import copy_structure, make_mode, make_skeleton, make_twin, run_without_data
+from autoptd.capture.fake_module import copy_structure, make_mode, make_twin, run_without_data
 
 KEPT = 4  # layers: the first and last, which may differ in the graph, and two of the others
 OWN = ("_parameters", "_buffers", "_modules")  # attributes of a module whose contents are compared
@@ -77,7 +77,7 @@ def _is_same(one: object, other: object) -> bool:
 
 def _uses_alike(model: nn.Module, name: str, examples: Examples) -> bool:
     """Return whether forward calls the layers in `name` all in the same way, without data; False if unknown."""
-    skeleton = make_skeleton(model, mode := make_mode())
+    skeleton = copy_structure(model, partial(make_twin, mode=(mode := make_mode())))
     layers = skeleton.get_submodule(name)
     assert isinstance(layers, nn.ModuleList)
     calls: list[list[object]] = [[] for _ in layers]

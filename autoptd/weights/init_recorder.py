@@ -176,12 +176,10 @@ class Writes(TorchDispatchMode):
     def _truncate(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Wrap torch.nn.init's truncated normal distribution, so that it is recorded for watched tensors."""
 
-        def truncate(
-            tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
-        ) -> Tensor:
+        def truncate(tensor: Tensor, mean: float, std: float, a: float, b: float, **options: Any) -> Tensor:
             content = self._find(tensor)
             if content is None:
-                return original(tensor, mean, std, a, b, generator)
+                return original(tensor, mean, std, a, b, **options)
             box = _find_box(content, tensor)
             share = (erf((b - mean) / std / sqrt(2)) - erf((a - mean) / std / sqrt(2))) / 2
             if box is None or share < SMALLEST_SHARE:
@@ -191,7 +189,7 @@ class Writes(TorchDispatchMode):
             content.written = [*(content.written if box else ()), Written(draw, next(self._calls))]
             content.problem = content.problem if box else ""
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                return original(tensor, mean, std, a, b, generator)
+                return original(tensor, mean, std, a, b, **options)
 
         return truncate
 
