@@ -27,7 +27,7 @@ from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import Found, align_cut, cut_at, find_cut, fit_cut
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.planning.search import plan
-from autoptd.progress import Watch
+from autoptd.progress import Say, show_progress
 from autoptd.runtime.launch import end_with_launcher
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import check_shape, make_schedule
@@ -140,9 +140,9 @@ def _compile(
     examples = input_shapes.list_examples(example_inputs)
     input_shapes.check_examples(model, examples, job["loss_fn"], microbatch_size)
     described = None if cluster is None else Cluster.load(cluster)
-    with Watch("compile") as watch:
+    with show_progress("compile") as say:
         count = num_microbatches or 8 * known.pipeline
-        settled = _Job(model, known, name, chosen, count, described, watch, **job)
+        settled = _Job(model, known, name, chosen, count, described, say, **job)
         divided = settled.divide(examples[0], microbatch_size)
         collect_garbage()
         first, positions = settled.cut(divided)
@@ -174,7 +174,7 @@ class _Job:
     options: Options
     num_microbatches: int
     cluster: Cluster | None
-    watch: Watch
+    say: Say
     loss_fn: Callable[..., torch.Tensor] | None
     outputs: Outputs
     scatter_gather: bool
@@ -184,23 +184,23 @@ class _Job:
 
     def divide(self, example: Any, microbatch_size: int | None, first: Program | None = None) -> Program:
         """Capture the model at the shape of `example` and divide it over the tensor ranks, as `first` was."""
-        self.watch.say("capture")
+        self.say("capture")
         given: Any = {"example_inputs": example, "microbatch_size": microbatch_size, "loss_fn": self.loss_fn}
         captured = capture(self.model, mesh=self.mesh, outputs=self.outputs, **given)
         captured = captured if first is None else input_shapes.guess_batch(captured, first)
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
-            program = run_passes(select_passes(self.options, "arrange"), program, self.watch, keep_text)
+            program = run_passes(select_passes(self.options, "arrange"), program, self.say, keep_text)
             program = mark_expanded(program, self.options.layout, self.model, self.loss_fn)
             program = replace(program, model_flops=count_flops(program.stages[0]))
-            return run_passes(select_passes(self.options, "divide"), program, self.watch, keep_text)
+            return run_passes(select_passes(self.options, "divide"), program, self.say, keep_text)
 
     def search(self, divided: Program) -> Callable[[Sequence[int]], Found]:
         """Return the search for a cut of the `divided` program (see `fit_cut`), which alone holds the kernels it times.
 
         Raises ValueError, before any search, for a schedule that cannot run on the pipeline ranks.
         """
-        self.watch.say("finish uncut")
+        self.say("finish uncut")
         p, m = self.mesh.pipeline, self.num_microbatches
         fused_order = FusedOrder(divided, select_passes(self.options, "finish"))
         interleaves = self.schedule == "interleaved_1f1b" and m % p == 0 and p > 1
@@ -209,7 +209,7 @@ class _Job:
         job: Any = {"schedule": self.schedule, "num_microbatches": m, "cluster": self.cluster}
 
         def find(reserved_bytes: Sequence[int]) -> Found:
-            self.watch.say("cut stages")
+            self.say("cut stages")
             return find_cut(fused_order, num_stages=p * chunks, reserved_bytes=reserved_bytes, **job)
 
         return find
@@ -230,8 +230,8 @@ class _Job:
     def finish(self, cut: Program, divided: Program, shape: int = 0) -> CompiledProgram:
         """Rewrite the stages of a `cut` program, emit and check their texts; `divided` is the uncut program."""
         keep_text(cut, "cut stages")
-        program = run_passes(select_passes(self.options, "finish"), cut, self.watch, keep_text)
-        self.watch.say("emit and check")
+        program = run_passes(select_passes(self.options, "finish"), cut, self.say, keep_text)
+        self.say("emit and check")
         parameters = divided.stages[0].parameters
         job = {n: getattr(self, n) for n in ("schedule", "num_microbatches", "scatter_gather", "seed")}
         manifest = describe_program(program, parameters, self.model, self.loss_fn, shape=shape, **job)

@@ -16,7 +16,7 @@ from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.structure.layers import label_layers
 from autoptd.passes.tensor_parallel.overlap import overlap_reductions
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
-from autoptd.progress import Watch
+from autoptd.progress import Say
 
 Phase = Literal["arrange", "divide", "finish"]
 
@@ -70,11 +70,11 @@ def check_stage(stage: Stage, at: str) -> None:
 
 
 def run_passes(
-    passes: Passes, program: Program, watch: Watch, keep: Callable[[Program, str], None] | None = None
+    passes: Passes, program: Program, say: Say, keep: Callable[[Program, str], None] | None = None
 ) -> Program:
     """Run the `passes` on a program, and hand each result to `keep` with the name of its pass."""
     for name, step in passes:
-        watch.say(name)
+        say(name)
         program = step(program)
         if keep is not None:
             keep(program, name)

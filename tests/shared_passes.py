@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from autoptd.pass_list import run_passes
 from autoptd.passes.ir.program import Passes, Program
 from autoptd.passes.stages.fused_order import FusedOrder
-from autoptd.progress import Watch
+from autoptd.progress import Say
 from tests.captures import UnknownError, freeze
 
 MOST = 200  # results that are held
@@ -17,9 +17,9 @@ ResultT = TypeVar("ResultT")
 _results: OrderedDict[Hashable, tuple[Program, Any]] = OrderedDict()
 
 
-def run_passes_once(passes: Passes, program: Program, watch: Watch) -> Program:
+def run_passes_once(passes: Passes, program: Program, say: Say) -> Program:
     """`run_passes`, or the result of an earlier call with the same graphs and equal passes."""
-    return _once(program, passes, lambda: run_passes(passes, program, watch))
+    return _once(program, passes, lambda: run_passes(passes, program, say))
 
 
 def order_once(program: Program, finishing: Passes) -> FusedOrder:

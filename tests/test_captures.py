@@ -13,7 +13,7 @@ from autoptd.capture.export import capture
 from autoptd.options import Options
 from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.ir.nodes import change_info
-from autoptd.progress import Watch
+from autoptd.progress import show_progress
 from autoptd.runtime.program.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
 from tests.captures import Captures, describe
@@ -112,8 +112,8 @@ def test_no_pass_changes_a_shared_capture(captures: Captures) -> None:
     program = captures.capture(GPT(replace(CONFIG, dropout=0.1)), mesh=MESH, microbatch_size=2)
     before = describe(program)
     passes = select_passes(Options(recompute="full"), "arrange", "divide", "finish")
-    with Watch("compile") as watch:
-        run_passes(passes, program, watch)
+    with show_progress("compile") as say:
+        run_passes(passes, program, say)
     assert describe(program) == before
 
 

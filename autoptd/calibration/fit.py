@@ -29,7 +29,7 @@ from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.cluster import Cluster, Device, Link, round_flops
 from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.work import Product
-from autoptd.progress import Watch
+from autoptd.progress import show_progress
 from autoptd.simulate.stage_times import time_stages
 
 TILES = (16, 32, 64, 128, 256)
@@ -65,9 +65,9 @@ def calibrate(
     main = main_dtype(torch.device("cuda" if cuda else "cpu"))
     groups = {"kernel": min(PROCESSES, available), "message": message_timing.PAIR if available > 1 else 0}
     found = {}
-    with Watch("calibrate") as watch:
+    with show_progress("calibrate") as say:
         for kind, ranks in groups.items():
-            watch.say(f"measure {kind}s")
+            say(f"measure {kind}s")
             each = seconds / 2 / MEASUREMENTS[kind] / (1 if kind == "message" else 3)
             found[kind] = _measure(kind, ranks, each, cores[:PROCESSES]) if ranks else {}
     kernels, messages = found.values()

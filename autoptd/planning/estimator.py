@@ -31,7 +31,7 @@ from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.planning.layer_costs import LayerCosts
 from autoptd.planning.plan import Candidate
 from autoptd.planning.shortened_model import shorten_model
-from autoptd.progress import Watch
+from autoptd.progress import show_progress
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, make_schedule
@@ -224,8 +224,8 @@ class Estimator:
     def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> LayerCosts:
         divided = self._once(self._divide, tensor, microbatch_size)
         finishing = select_passes(replace(self._options, recompute=recompute), "finish")
-        with Watch("plan") as watch:
-            watch.say("finish uncut")
+        with show_progress("plan") as say:
+            say("finish uncut")
             fused_order = FusedOrder(divided, finishing)
         precision = Precision.of(divided.stages, self._dtype)
         mesh = Mesh(tensor, 1, self._world_size // tensor)
@@ -250,8 +250,8 @@ class Estimator:
         return self._rewrite(arranged, tensor, select_passes(self._options, "divide"))
 
     def _rewrite(self, program: Program, tensor: int, passes: Passes) -> Program:
-        with Watch("plan") as watch:
-            return run_passes(passes, replace(program, mesh=Mesh(tensor, 1, 1)), watch)
+        with show_progress("plan") as say:
+            return run_passes(passes, replace(program, mesh=Mesh(tensor, 1, 1)), say)
 
 
 @lru_cache(maxsize=16)

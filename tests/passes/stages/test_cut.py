@@ -30,7 +30,7 @@ from autoptd.passes.recompute import recompute_activations
 from autoptd.passes.stages.cut import boundaries, cut_at
 from autoptd.passes.structure.layers import label_layers
 from autoptd.passes.tensor_parallel.sharding import shard_tensors
-from autoptd.progress import Watch
+from autoptd.progress import show_progress
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Input, Output
@@ -474,8 +474,8 @@ def test_no_cut_changes_a_bit(name: str, recompute: str) -> None:
     model, ids = MODELS[name]().double().train(), tokens(61)
     inputs = {"idx": ids["input_ids"], "targets": ids["labels"]} if name == "sample" else ids
     captured = shared_capture(model, mesh=Mesh(1, 2, 1), example_inputs=inputs)
-    with Watch("test") as watch:
-        program = run_passes(select_passes(Options(), "arrange", "divide"), captured, watch)
+    with show_progress("test") as say:
+        program = run_passes(select_passes(Options(), "arrange", "divide"), captured, say)
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def finish(positions: list[int]) -> list[Tensor]:
