@@ -50,7 +50,7 @@ def assuming() -> Iterator[dict[str, None]]:
     def expect_or_defer(*args: Any, **kwargs: Any) -> bool:
         return expect() is not None or defer(*args, **kwargs)
 
-    patched = {"evaluate_expr": evaluate_or_expect, "guard_or_defer_runtime_assert": expect_or_defer}
+    patched: Any = {"evaluate_expr": evaluate_or_expect, "guard_or_defer_runtime_assert": expect_or_defer}
     with patch.multiple(ShapeEnv, **patched):  # all, since torch.export makes one of its own
         yield lines
 

@@ -23,7 +23,7 @@ from autoptd.passes.stages.choice import Pipeline, choose_cut
 from autoptd.passes.stages.cut import find_cut
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.solver import cut_sequence
-from autoptd.progress import Watch
+from autoptd.progress import show_progress
 from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.heavy_models import CASES, Case
 from samples.benchmarks.paper_model import build_paper_model
@@ -70,8 +70,8 @@ class Cuts:
 
 def capture_model(model: torch.nn.Module, mesh: Mesh, microbatch: int | None, inputs: Any) -> Program:
     program = capture(model, mesh=mesh, microbatch_size=microbatch, example_inputs=inputs, loss_fn=None)
-    with Watch("capture") as watch:
-        return run_passes(select_passes(Options(), "arrange", "divide"), program, watch)
+    with show_progress("capture") as say:
+        return run_passes(select_passes(Options(), "arrange", "divide"), program, say)
 
 
 def measure_row(row: PaperRow) -> tuple[object, ...]:
