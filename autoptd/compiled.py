@@ -54,8 +54,7 @@ class CompiledProgram:
 
     `manifest` has the plan in numbers, `log` a line per pass. `model` is the user's own module: `bind` takes its
     weights, and `verify` compares with it. `options` are those of the passes. A loaded program has neither. `further`
-    are the programs of further input shapes, with the same parameters in the same places: bound together, they are one
-    model.
+    are the programs of further input shapes, with the same parameters in the same places: bound, they are one model.
     """
 
     stages: tuple[Stage, ...]
@@ -317,9 +316,9 @@ def _read_device(device: str | torch.device) -> torch.device:
         # As tensors say it: "cuda" has its number there, and Accelerate's "cpu:0" has none.
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:  # the last: a torch without CUDA
+        expected = 'one that this machine has, such as "cpu" or "cuda:0", or None'
         raise ValueError(
-            f'device is {device!r}: {str(error).splitlines()[0]}; expected one that this machine has, such as "cpu" '
-            'or "cuda:0", or None'
+            f"device is {device!r}: {str(error).splitlines()[0]}; expected {expected}"
         ) from error
 
 

@@ -49,8 +49,7 @@ def describe_inputs(program: Program) -> tuple[Input, ...]:
     Labels have the ``ignore_index`` of their loss and the number of leading elements that it skips: if only mean
     cross-entropies without class weights read them, through operators that only move elements, and all ignore the same
     elements. They weigh microbatches if one such cross-entropy, at most scaled, is the whole loss. Row numbers and
-    labels, at most moved, have the number of `rows`, and `exempt` if all their readers are losses that ignore the same
-    number.
+    labels, at most moved, have the number of `rows`, and `exempt` if all readers are losses that ignore one number.
     """
     inputs = {value.name: value for value in program.inputs}
     whole = strip(find_loss(program), MOVING | Trait.SCALES)
@@ -215,9 +214,8 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
     if (contrast := find_contrast(divided)) is not None:
         yield (
             f"{called(contrast)} compares the sequences of a microbatch with each other, as contrasts do, and with "
-            "none of another microbatch: a step's loss is the mean of the microbatches' losses, which is another one "
-            "than that of the whole batch. For that one compile with all sequences in one microbatch on one replica "
-            "(num_microbatches=1)"
+            "none of another microbatch: a step's loss is the mean of the microbatches' losses, which is another than "
+            "that of the whole batch. For that one compile with num_microbatches=1 on one replica"
         )
 
 

@@ -36,10 +36,8 @@ def read_mesh(mesh: object) -> Mesh:
     if isinstance(mesh, DeviceMesh):
         return _read_device_mesh(mesh)
     if isinstance(mesh, str) or not isinstance(mesh, Sequence):  # of a set the order is chance
-        raise TypeError(
-            f"mesh is {mesh!r}; expected three integers (tensor, pipeline, data), e.g. mesh=(2, 2, 2), a DeviceMesh, "
-            'or "auto"'
-        )
+        expected = 'three integers (tensor, pipeline, data), e.g. mesh=(2, 2, 2), a DeviceMesh, or "auto"'
+        raise TypeError(f"mesh is {mesh!r}; expected {expected}")
     entries = tuple(mesh)
     if len(entries) != len(AXES):
         raise ValueError(f"mesh is {entries}; expected three: (tensor, pipeline, data), e.g. mesh=(2, 2, 2)")
@@ -126,10 +124,8 @@ def check_planned(
                 "step (global_batch), and the cluster"
             )
         if num_microbatches is not None:
-            raise ValueError(
-                'num_microbatches= does not go with mesh="auto", where it follows from global_batch: leave it out, or '
-                "give a mesh"
-            )
+            why = "it follows from global_batch: leave it out, or give a mesh"
+            raise ValueError(f'num_microbatches= does not go with mesh="auto", where {why}')
         return
     for name in ("world_size", "global_batch"):
         if needed[name] is not None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from autoptd.runtime.user_warnings import warn_caller
@@ -14,10 +15,8 @@ def read_versions() -> dict[str, str]:
     """Return the installed versions of the packages in `TESTED`, without those that are not installed."""
     found = {}
     for name in TESTED:
-        try:
+        with suppress(PackageNotFoundError):  # triton is there on GPUs only
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue  # triton is there on GPUs only
     return found
 
 
@@ -30,7 +29,6 @@ def warn_untested(versions: Mapping[str, str]) -> None:
             continue
         tested = f"{first} to {last}" if first != last else first
         warn_caller(
-            f"{name} {found} is not among the versions autoptd is tested with ({tested}): install "
-            f'"{name}=={last}.*", or run autoptd\'s tests and program.verify() here before you trust a long '
-            "run to it"
+            f'{name} {found} is not among the versions autoptd is tested with ({tested}): install "{name}=={last}.*", '
+            "or run autoptd's tests and program.verify() here before you trust a long run to it"
         )

@@ -68,8 +68,7 @@ LEFT_OUT = DROPPING | {torch.rand}
 class Calls(TorchFunctionMode):
     """A record of the calls that make a floating tensor, with the plain numbers they take; dropouts are left out.
 
-    Compared with the `expected` calls, `found` is the place of the first that differs, and `dropped` the place of the
-    first dropout.
+    Compared with the `expected` calls, `found` is the place of the first that differs, `dropped` of the first dropout.
     """
 
     def __init__(self, expected: Sequence[Call] | None = None) -> None:
@@ -100,8 +99,7 @@ class Calls(TorchFunctionMode):
 def compare_evaluation(model: nn.Module, training: Sequence[Call], run: Callable[[], Tensor]) -> Calls:
     """Compare the calls of `run`, which calls `model`, in evaluation mode with those of the `training` forward.
 
-    That one was exported, and a model may take masks under torch.export that it leaves out elsewhere: so `run` is told
-    the same.
+    That one was exported, and a model may take masks then that it leaves out elsewhere: so `run` is told the same.
     """
     calls = Calls(training)
     exporting = patch.multiple(torch.compiler, _is_exporting_flag=True, _is_compiling_flag=True)

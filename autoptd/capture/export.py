@@ -90,8 +90,7 @@ def capture(
     if objective.result.varying:
         warn_caller(
             f"forward leaves {', '.join(objective.result.varying)}, different for each batch: a step sets none of "
-            "them, neither for you nor for the next call. Return beside the loss what you want to see, and name it in "
-            "outputs="
+            "them, neither for you nor for the next call. Return what you want to see, and name it in outputs="
         )
     graph = _build_graph(exported, tensors, objective)
     stage = Stage(graph, tensors.parameters, fx.Graph())
@@ -225,10 +224,9 @@ def _name_tensors(
                 f"{place} reads {held}, which forward assigns for the next call: a program would keep its value from "
                 "the capture in every step. Pass it as an input, or compute it from the batch"
             )
-        if value.data_ptr() in places:
+        if (held := places.get(value.data_ptr())) is not None:
             raise ValueError(
-                f"{place} reads {places[value.data_ptr()]} from outside the module, where it is a constant; read it "
-                "through self"
+                f"{place} reads {held} from outside the module, as a constant; read it through self"
             )
         parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
         buffers[name] = value.detach()
@@ -301,9 +299,8 @@ def _check_value(node: fx.Node, model: nn.Module) -> None:
     results = tree_leaves(node.meta["val"])
     if any(isinstance(x, NUMBERS) for value in results for x in (value, *getattr(value, "shape", ()))):
         raise ValueError(
-            f"{where(node)}: {node.target} makes a number or size from a tensor's values, and a graph whose sizes "
-            "change with the batch cannot be compiled; keep the number in a tensor, or take it from shapes or the "
-            f"config{find_way(model)}"
+            f"{where(node)}: {node.target} makes a number or size from a tensor's values, but sizes may not change "
+            f"with the batch; keep the number in a tensor, or take it from shapes or the config{find_way(model)}"
         )
 
 

@@ -54,8 +54,7 @@ def leave_modes() -> Iterator[None]:
 def copy_structure(model: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> nn.Module:
     """Copy `model`'s structure; every parameter and buffer becomes its twin, such as `make_twin`'s, ties kept.
 
-    The user's model stays unchanged. The copy is in training mode; a model that is training already keeps the modes of
-    its submodules.
+    The user's model stays unchanged. The copy is in training mode; one of a training model keeps its submodules' modes.
     """
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, object] = {id(tensor): twin_of(tensor) for tensor in tensors}

@@ -31,8 +31,7 @@ class Result:
 class Objective(nn.Module):
     """A module that calls `model` with the inputs of `examples` and returns the scalar loss; `result` is the rest.
 
-    `buffers` are those that a trace may read, as `KnownValues` takes them. With `wanted` outputs it returns a tuple,
-    the loss and these.
+    `buffers` are those that a trace may read (see `KnownValues`). With `wanted` outputs it returns the loss and these.
     """
 
     def __init__(

@@ -37,10 +37,8 @@ def find_loss(
     for name in fields if kind == "tuple" else ("loss",):
         if is_loss(item := fields.get(name)):
             return item, Output(kind, name, _type_name(result), tuple(fields))
-    raise LossError(
-        f"the model returned {describe(result)}, which has no scalar loss; return the loss (alone, in a tuple, or "
-        "under 'loss'), or pass loss_fn="
-    )
+    way = "return the loss (alone, in a tuple, or under 'loss'), or pass loss_fn="
+    raise LossError(f"the model returned {describe(result)}, which has no scalar loss; {way}")
 
 
 def find_outputs(result: object, output: Output, wanted: Outputs) -> dict[tuple[str, ...], Tensor]:

@@ -64,10 +64,8 @@ def refuse_hooks(model: nn.Module) -> None:
             )
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            raise SideEffectError(
-                f"{path or type(model).__name__} has a backward hook, which no trace shows: remove it, or write its "
-                "effect on gradients in forward"
-            )
+            name, way = path or type(model).__name__, "remove it, or write its effect in forward"
+            raise SideEffectError(f"{name} has a backward hook, which no trace shows: {way}")
 
 
 @contextmanager
@@ -100,18 +98,15 @@ def refuse_side_effects(
     for name, state in _random_states(held).items():
         if state != drawn.get(name, state):
             raise SideEffectError(
-                f"forward draws random numbers with {name}, and a program would repeat those of its capture in every "
-                "step; draw with torch, as dropout does, or outside forward (another thread that draws at the same "
-                "time looks the same)"
+                f"forward draws random numbers with {name}, and a program would repeat those of its capture; draw "
+                "with torch, as dropout does, or outside forward (another thread that draws now looks the same)"
             )
     for place, value in new.items():
         before = held.get(place)
         numbers = type(before) in (int, float) and type(value) in (int, float)
         if numbers and value != before:  # nan is not itself
-            warn_caller(
-                f"forward changes {place} from {before} to {value}: a program keeps its value from the capture in "
-                "every step"
-            )
+            kept = "a program keeps its value from the capture"
+            warn_caller(f"forward changes {place} from {before} to {value}: {kept} in every step")
         elif isinstance(before, Tensor):
             assigned[place] = before
 

@@ -41,10 +41,8 @@ def explain(
         if own and type(plain) is type(error):
             given = ", ".join(f"{i.name} {list(i.shape)} of {i.dtype}" for i in objective.inputs)
             return f"{place}: the model itself raises {found} with these inputs: {given}. Make it run with them first"
-    return (
-        f"{place}: the model cannot be traced ({found}). Write that call with torch operators, or move it out of "
-        "forward"
-    )
+    way = "Write that call with torch operators, or move it out of forward"
+    return f"{place}: the model cannot be traced ({found}). {way}"
 
 
 def find_way(model: nn.Module) -> str:

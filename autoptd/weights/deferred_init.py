@@ -140,8 +140,8 @@ def _call(function: Callable[[], R], message: str) -> R:
         return function()
     except Exception as error:
         place = user_line(traceback.extract_tb(error.__traceback__))
-        where = f" at {place}" if place else ""
-        raise UnknownError(f"{message} ({type(error).__name__}: {error}{where})") from error
+        found = f"{type(error).__name__}: {error}" + f" at {place}" * bool(place)
+        raise UnknownError(f"{message} ({found})") from error
 
 
 # By the model's own constructor

@@ -78,20 +78,16 @@ def _list_files(path: Path, index: dict[str, str] | None) -> list[Path]:
     if index is not None:
         files = [path / file for file in sorted(set(index.values()))]
         if missing := [file.name for file in files if not file.exists()]:
-            raise ValueError(
-                f"{path} lacks {len(missing)} of the {len(files)} files of its {INDEX}: {', '.join(missing[:5])}; "
-                "fetch them, or write the folder again"
-            )
+            lacks = f"{path} lacks {len(missing)} of the {len(files)} files of its {INDEX}"
+            raise ValueError(f"{lacks}: {', '.join(missing[:5])}; fetch them, or write the folder again")
         return files
     whole = path / WHOLE
     files = [path] if path.is_file() else [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
     if not files:
         pickled = path.is_dir() and any(path.glob("*.bin"))
         way = "; *.bin files are pickles: load them with from_pretrained, then save_pretrained" * pickled
-        raise ValueError(
-            f"{path} has no safetensors; expected a file, or a folder with *.safetensors (a name on a hub: download "
-            f"it first){way}"
-        )
+        expected = "a file, or a folder with *.safetensors (a name on a hub: download it first)"
+        raise ValueError(f"{path} has no safetensors; expected {expected}{way}")
     if path.is_dir() and any(SHARD.fullmatch(file.name) for file in files):
         raise ValueError(
             f"{path} has {files[0].name} and no {INDEX}: it is a part of a model, or was not written to its end; "
