@@ -95,14 +95,15 @@ def compile(
     end_with_launcher()  # compiling takes its time, and comes before bind
     options.check_known(compile, unknown)
     options.check_seed(seed)
-    options.check_planned(mesh, world_size, global_batch, cluster, num_microbatches)
+    needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
+    options.check_planned(mesh, needed, num_microbatches)
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
     given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
     given |= {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
     options.check_outputs(outputs)
     own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster, "outputs": outputs}
     if isinstance(mesh, str) and mesh == "auto":
-        plans = plan(model, world_size=world_size, global_batch=global_batch, cluster=cluster, **given)  # type: ignore[arg-type]
+        plans = plan(model, **needed, **given)
         programs = (_compile(model, **{**given, **own, **one.options}) for one in plans if one.simulated)
         # The first that fits, else the first: plans are only estimates.
         first, known = next(programs), Cluster.load(own["cluster"])
@@ -145,17 +146,19 @@ def _compile(
         settled = _Job(model, known, name, chosen, count, described, say, **job)
         divided = settled.divide(examples[0], microbatch_size)
         collect_garbage()
-        first, positions = settled.cut(divided)
+        with leave_autocast():
+            # The call alone holds the search, and drops it when it is no longer needed.
+            positions, first = fit_program(
+                settled.search(divided), lambda found: settled.finish(divided, found), described
+            )
         further = []
         for number, example in enumerate(examples[1:], 1):
             with input_shapes.naming_shape(number, example):
-                other = input_shapes.rename_own(
-                    input_shapes.keep_whole(settled.divide(example, None, divided), divided), number
-                )
+                other = input_shapes.rename_own(settled.divide(example, None, divided), number)
                 with leave_autocast():
-                    aligned = align_cut(other, divided, positions)
-                    cut = cut_at(other, aligned, "cut_stages where the first input shape is cut")
-                    further.append(settled.finish(cut, other, number))
+                    entry = "cut_stages where the first input shape is cut"
+                    found = Found(align_cut(other, divided, positions), entry)
+                    further.append(settled.finish(other, found, number))
                 if why := input_shapes.find_disagreement(first.manifest, further[-1].manifest):
                     raise ValueError(f"{why}; all shapes train the same parameters: compile this one alone")
     # Buffer values that the program of one shape relies on hold for all.
@@ -193,7 +196,8 @@ class _Job:
             program = run_passes(select_passes(self.options, "arrange"), program, self.say, keep_text)
             program = mark_expanded(program, self.options.layout, self.model, self.loss_fn)
             program = replace(program, model_flops=count_flops(program.stages[0]))
-            return run_passes(select_passes(self.options, "divide"), program, self.say, keep_text)
+            program = run_passes(select_passes(self.options, "divide"), program, self.say, keep_text)
+        return program if first is None else input_shapes.keep_whole(program, first)
 
     def search(self, divided: Program) -> Callable[[Sequence[int]], Found]:
         """Return the search for a cut of the `divided` program (see `fit_cut`), which alone holds the kernels it times.
@@ -214,21 +218,10 @@ class _Job:
 
         return find
 
-    def cut(self, divided: Program) -> tuple[CompiledProgram, tuple[int, ...]]:
-        """Cut the `divided` program of the first input shape. Return its program and the positions."""
-
-        def finish(found: Found) -> CompiledProgram:
-            cut = cut_at(divided, found.positions, found.entry)
-            collect_garbage()
-            return self.finish(cut, divided)
-
-        with leave_autocast():
-            # The call alone holds the search, and drops it when it is no longer needed.
-            positions, program = fit_program(self.search(divided), finish, self.cluster)
-        return program, positions
-
-    def finish(self, cut: Program, divided: Program, shape: int = 0) -> CompiledProgram:
-        """Rewrite the stages of a `cut` program, emit and check their texts; `divided` is the uncut program."""
+    def finish(self, divided: Program, found: Found, shape: int = 0) -> CompiledProgram:
+        """Cut the `divided` program as was `found`, rewrite its stages, emit and check their texts."""
+        cut = cut_at(divided, found.positions, found.entry)
+        collect_garbage()
         keep_text(cut, "cut stages")
         program = run_passes(select_passes(self.options, "finish"), cut, self.say, keep_text)
         self.say("emit and check")

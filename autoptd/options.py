@@ -112,11 +112,8 @@ def check_free_counts(**counts: object) -> None:
     check_counts(**{name: value for name, value in counts.items() if value is not None})
 
 
-def check_planned(
-    mesh: object, world_size: object, global_batch: object, cluster: object, num_microbatches: object
-) -> None:
-    """Raise ValueError if an argument that mesh="auto" needs is missing, or one contradicts the mesh."""
-    needed = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
+def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: object) -> None:
+    """Raise ValueError if an argument `needed` for mesh="auto" is missing, or one contradicts the mesh."""
     if isinstance(mesh, str) and mesh == "auto":
         if missing := [f"{name}=" for name, value in needed.items() if value is None]:
             raise ValueError(

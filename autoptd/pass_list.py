@@ -19,6 +19,7 @@ from autoptd.passes.tensor_parallel.sharding import shard_tensors
 from autoptd.progress import Say
 
 Phase = Literal["arrange", "divide", "finish"]
+Keep = Callable[[Program, str], None]
 
 
 class Pass(NamedTuple):
@@ -69,13 +70,10 @@ def check_stage(stage: Stage, at: str) -> None:
     require_info(stage.graph, at)
 
 
-def run_passes(
-    passes: Passes, program: Program, say: Say, keep: Callable[[Program, str], None] | None = None
-) -> Program:
+def run_passes(passes: Passes, program: Program, say: Say, keep: Keep = lambda *_: None) -> Program:
     """Run the `passes` on a program, and hand each result to `keep` with the name of its pass."""
     for name, step in passes:
         say(name)
         program = step(program)
-        if keep is not None:
-            keep(program, name)
+        keep(program, name)
     return program

@@ -69,26 +69,24 @@ def read_examples(
         constants["use_cache"] = False  # a training step has no use for the key/value cache
         if getattr(getattr(model, "config", None), "use_cache", False):
             _warn_of_packing(given)
-    tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
     order = {name: place for place, name in enumerate((*forward, *targets))}
-    names = sorted(tensors, key=lambda name: order.get(name, len(order)))
+    names = sorted((n for n in given if n not in constants), key=lambda name: order.get(name, len(order)))
+    shapes = {name: tuple(given[name].shape) for name in names}
     if not names:
         raise ValueError("example_inputs has no tensor; pass the tensors of one microbatch by argument name")
-    for name in names:
-        if not tensors[name].numel():
+    for name, shape in shapes.items():
+        if 0 in shape:
             raise ValueError(
-                f"example input {name!r} has the shape {list(tensors[name].shape)}, which is empty: pass one "
-                "microbatch of the sizes of training"
+                f"example input {name!r} has the shape {list(shape)}, which is empty: pass one of the size of training"
             )
-    first = list(tensors[names[0]].shape)
+    first = list(shapes[names[0]])
     size = (first or [1])[0] if microbatch_size is None else microbatch_size
     if microbatch_size is not None and size not in first:
         raise ValueError(
             f"microbatch_size={size}, but example input {names[0]!r} is {first}: make them agree, or leave one out"
         )
-    shapes = {name: tuple(tensors[name].shape) for name in names}
     batch_dims = {name: shape.index(size) if size in shape else None for name, shape in shapes.items()}
-    inputs = tuple(Input(name, shapes[name], tensors[name].dtype, batch_dims[name]) for name in names)
+    inputs = tuple(Input(name, shapes[name], given[name].dtype, batch_dims[name]) for name in names)
     return Examples(inputs, constants, targets)
 
 

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -33,13 +34,9 @@ def run_without_data(mode: FakeTensorMode) -> Iterator[None]:
 
     What the user gave to ``torch.compile`` runs as written: its kernels would read memory that does not exist.
     """
-    noisy = logging.getLogger(fake_tensor.__name__)
-    before, noisy.disabled = noisy.disabled, True
-    try:
-        with mode, torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        noisy.disabled = before
+    quiet = patch.object(logging.getLogger(fake_tensor.__name__), "disabled", True)
+    with quiet, mode, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextlib.contextmanager

@@ -31,10 +31,9 @@ def find_scopes(objective: nn.Module) -> Iterator[tuple[str, Scope]]:
 
     A function calls what its code names: global functions, those of a Python module or class, and its class's own.
     """
-    pending: list[tuple[Any, type | None]] = [
-        (type(part).forward, type(part)) for part in objective.modules()
-    ]
-    pending += [(value, None) for part in objective.modules() for value in vars(part).values()]
+    parts = list(objective.modules())
+    pending: list[tuple[Any, type | None]] = [(type(part).forward, type(part)) for part in parts]
+    pending += [(value, None) for part in parts for value in vars(part).values()]
     seen = set()
     for called, kind in pending:
         function = inspect.unwrap(called.__func__ if isinstance(called, MethodType) else called)

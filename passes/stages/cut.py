@@ -34,8 +34,8 @@ class Found(NamedTuple):
 
     positions: tuple[int, ...]
     entry: str
-    fits: bool
-    held: Sequence[int]
+    fits: bool = True
+    held: Sequence[int] = ()
 
 
 def find_cut(
