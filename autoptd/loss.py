@@ -85,12 +85,6 @@ def find_lookups(program: Program) -> Iterator[Lookup]:
         yield Lookup(source, numbers, rows, ignored)
 
 
-def find_uncounted(program: Program) -> tuple[str, ...]:
-    """Return the labels that reach a mean cross-entropy changed or weighted, so that it is unknown which count."""
-    places = _find_places(program).items()
-    return tuple(n for n, read in places if any(loss.mean and place is None for _, loss, place in read))
-
-
 def find_counts(program: Program) -> tuple[str, ...]:
     """Return the inputs of a count that the loss is divided by, or multiplied by the inverse of.
 
@@ -197,7 +191,10 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
 
     `divided` is the `program` before operators are fused.
     """
-    if uncounted := tuple(dict.fromkeys((*find_uncounted(program), *find_counts(divided)))):
+    # Labels that reach a mean cross-entropy changed or weighted.
+    read = _find_places(program).items()
+    changed = (name for name, by in read if any(loss.mean and place is None for _, loss, place in by))
+    if uncounted := tuple(dict.fromkeys((*changed, *find_counts(divided)))):
         yield (
             f"{' and '.join(uncounted)} {'reach' if len(uncounted) > 1 else 'reaches'} the loss changed, with class "
             "weights, or in a count that the model divides by, so autoptd does not know which labels count: a step's "

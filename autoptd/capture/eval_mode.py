@@ -24,24 +24,20 @@ DROPPING = frozenset(
     ]
 )
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-MULTI_HEAD = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
-# Attention: the names of its arguments, and the options that switch its dropout off.
-ATTENTIONS: Mapping[Any, tuple[Sequence[str], Mapping[str, Any]]] = {
-    F.scaled_dot_product_attention: (SDPA, {"dropout_p": 0.0}),
-    aten.scaled_dot_product_attention.default: (SDPA, {"dropout_p": 0.0}),
-    F.multi_head_attention_forward: (MULTI_HEAD, {"training": False}),
+# The names of arguments of attention, and of the dropouts that programs support.
+ATTENTIONS: Mapping[Any, Sequence[str]] = {
+    **dict.fromkeys((F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default), SDPA),
+    F.multi_head_attention_forward: tuple(inspect.signature(F.multi_head_attention_forward).parameters),
 }
+SUPPORTED = dict.fromkeys((F.dropout, torch.dropout, aten.dropout.default), ("input", "p", "training"))
 
 
 def drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call applies one of the dropouts that programs support."""
-    if func in (F.dropout, torch.dropout, aten.dropout.default):
-        given = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
-        return bool(given.get("p", 0.5) and given.get("train", given.get("training", True)))
-    if func in ATTENTIONS:
-        given = {**dict(zip(ATTENTIONS[func][0], args, strict=False)), **kwargs}
-        return bool(given.get("dropout_p") and given.get("training", True))
-    return False
+    names = SUPPORTED.get(func) or ATTENTIONS.get(func, ())
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rate = given.get("p", 0.5) if func in SUPPORTED else given.get("dropout_p")
+    return bool(names and rate and given.get("train", given.get("training", True)))
 
 
 class DropoutOff(TorchFunctionMode):
@@ -54,8 +50,7 @@ class DropoutOff(TorchFunctionMode):
         if func is aten.native_dropout.default:
             return args[0], torch.ones_like(args[0], dtype=torch.bool)
         if func in ATTENTIONS:
-            names, off = ATTENTIONS[func]
-            return func(**{**dict(zip(names, args, strict=False)), **options, **off})
+            return func(**{**dict(zip(ATTENTIONS[func], args, strict=False)), **options, "dropout_p": 0.0})
         return func(*args, **options)
 
 

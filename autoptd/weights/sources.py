@@ -101,8 +101,8 @@ def check_parameters(manifest: Manifest, model: nn.Module) -> None:
     fewer = [n for n, p in manifest.parameters.items() if p.kind == "parameter" and n not in found]
     if more or fewer:
         own, name, other = ("has", more[0], "lacks") if more else ("lacks", fewer[0], "has")
-        found = f"the model {own} {name}, which the program {other} ({len(more)} more, {len(fewer)} fewer)"
-        raise ValueError(f"{found}: give the model that was compiled, or compile this one")
+        reason = f"the model {own} {name}, which the program {other} ({len(more)} more, {len(fewer)} fewer)"
+        raise ValueError(f"{reason}: give the model that was compiled, or compile this one")
     homes: dict[int, str] = {}
     for name, p in found.items():
         stored = manifest.aliases.get(name, name)
