@@ -1,12 +1,13 @@
 """The manifest of a compiled program, read from its stages and the user's model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoptd.capture.example_inputs import read_arguments
+from autoptd.capture.results import LossFunction
 from autoptd.loss import describe_inputs
 from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Program
@@ -18,11 +19,7 @@ from autoptd.runtime.weights.submodules import name_layers
 
 
 def describe_program(
-    program: Program,
-    parameters: Mapping[str, Parameter],
-    model: nn.Module,
-    loss_fn: Callable[..., torch.Tensor] | None,
-    **job: Any,
+    program: Program, parameters: Mapping[str, Parameter], model: nn.Module, loss_fn: LossFunction, **job: Any
 ) -> Manifest:
     """Return the manifest of a cut program; `job` are its fields that follow from the arguments of `compile`."""
     used = [(n, program.buffers[n], parameters[n].dtype) for n in sorted(program.proved)]

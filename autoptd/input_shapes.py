@@ -1,6 +1,6 @@
 """Several input shapes of one model: the user's examples, and the agreement of their programs."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoptd.capture.example_inputs import Examples, read_examples
+from autoptd.capture.results import LossFunction
 from autoptd.check.program import ProgramError
 from autoptd.passes.ir.nodes import is_lifted
 from autoptd.passes.ir.program import Program, copy_graph
@@ -41,13 +42,11 @@ def list_examples(example_inputs: Any) -> list[Any]:
     return example_inputs
 
 
-def check_examples(
-    model: nn.Module, examples: list[Any], loss_fn: Callable[..., Tensor] | None, microbatch_size: int | None
-) -> None:
+def check_examples(model: nn.Module, examples: list[Any], loss_fn: LossFunction, size: int | None) -> None:
     """Raise ValueError unless all `examples` have the same inputs, and no two the same shapes."""
     if len(examples) == 1:
         return
-    first = read_examples(model, examples[0], loss_fn, microbatch_size)
+    first = read_examples(model, examples[0], loss_fn, size)
     seen = {tuple(value.shape for value in first.inputs): 0}
     for number, example in enumerate(examples[1:], 1):
         with naming_shape(number, example):
@@ -158,8 +157,6 @@ def find_disagreement(first: Manifest, other: Manifest) -> str:
             return f"its {name} is in stages {here}, the first shape's in {there}"
         absent = set(other.owners(name)) - set(first.homes(name))
         if parameter.kind == "buffer" and absent:
-            return (
-                f"its pipeline rank {min(absent)} reads the buffer {name}, which that rank does not have in the first "
-                "shape's program: give this shape first"
-            )
+            lacks = "which that rank does not have in the first shape's program: give this shape first"
+            return f"its pipeline rank {min(absent)} reads the buffer {name}, {lacks}"
     return ""

@@ -1,16 +1,16 @@
 """Find dropouts of batch-independent values that need a mask per sequence, which a batch of one does not show."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.export import capture
+from autoptd.capture.results import LossFunction
 from autoptd.options import Options
 from autoptd.pass_list import select_passes
 from autoptd.passes.ir.nodes import argument, info, walk, where
@@ -20,9 +20,7 @@ from autoptd.runtime.program.tagged_json import decode_value
 from autoptd.runtime.user_warnings import warn_caller
 
 
-def mark_expanded(
-    program: Program, layout: str, model: nn.Module, loss_fn: Callable[..., Tensor] | None
-) -> Program:
+def mark_expanded(program: Program, layout: str, model: nn.Module, loss_fn: LossFunction) -> Program:
     """Mark the dropouts of the undivided, one-sequence `program` that would draw two masks for a batch of two.
 
     These act on positions expanded to the batch. Positions shared by all sequences, [1, s], look the same in a batch

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # private, with no public twin
 
+from autoptd.capture.results import LossFunction
 from autoptd.runtime.program.manifest import Input, Manifest
 from autoptd.runtime.program.tagged_json import decode_value, encode_value
 from autoptd.runtime.user_warnings import warn_caller
@@ -19,6 +20,8 @@ _LENGTHS = (
     *("max_seq_len", "max_seq_length", "seq_len", "seq_length"),
 )
 _TARGETS = ("targets", "labels", "target", "y")
+ExampleInputs = Mapping[str, Any] | Sequence[Any] | None
+Arguments = Mapping[str, inspect.Parameter]  # of a forward
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,7 @@ class Examples:
 
 
 def read_examples(
-    model: nn.Module,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None,
-    loss_fn: Callable[..., Tensor] | None,
-    microbatch_size: int | None,
+    model: nn.Module, example_inputs: ExampleInputs, loss_fn: LossFunction, microbatch_size: int | None
 ) -> Examples:
     """Return names, shapes and dtypes of one microbatch's inputs, in the order of forward's signature.
 
@@ -57,7 +57,7 @@ def read_examples(
     else:
         given = _by_position(example_inputs, forward, targets)
     targets = _target_names(loss_fn, given.keys() - forward.keys())
-    _check_names(given, forward, targets, loss_fn)
+    _check_names(given, forward, targets)
     constants = {k: v for k, v in given.items() if not isinstance(v, Tensor)}
     for name, value in constants.items():
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
@@ -107,14 +107,14 @@ def make_example(manifest: Manifest) -> dict[str, Any]:
     return tensors | {name: decode_value(value, name) for name, value in manifest.fixed.items()}
 
 
-def read_arguments(model: nn.Module, loss_fn: Callable[..., Tensor] | None) -> tuple[str, ...]:
+def read_arguments(model: nn.Module, loss_fn: LossFunction) -> tuple[str, ...]:
     """Return the names of a call's positional arguments: forward's own in order, then loss_fn's targets."""
     forward = inspect.signature(model.forward).parameters.values()
     own = [p.name for p in forward if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return tuple(dict.fromkeys((*own, *_target_names(loss_fn))))
 
 
-def _target_names(loss_fn: Callable[..., Tensor] | None, given: Collection[str] = ()) -> tuple[str, ...]:
+def _target_names(loss_fn: LossFunction, given: Collection[str] = ()) -> tuple[str, ...]:
     """Return what `loss_fn` takes besides the output: required arguments, and optional targets or `given` ones."""
     if loss_fn is None:
         return ()
@@ -127,9 +127,7 @@ def _target_names(loss_fn: Callable[..., Tensor] | None, given: Collection[str] 
     return tuple(p.name for p in parameters[1:] if p.default is p.empty or p.name in wanted)
 
 
-def _infer(
-    model: nn.Module, forward: Mapping[str, inspect.Parameter], targets: tuple[str, ...], size: int
-) -> dict[str, Tensor]:
+def _infer(model: nn.Module, forward: Arguments, targets: tuple[str, ...], size: int) -> dict[str, Tensor]:
     length = _sequence_length(model)
     names = [n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not names and "input_ids" in forward:
@@ -160,9 +158,7 @@ def _sequence_length(model: nn.Module) -> int | None:
     return next(count for index, count in enumerate(tables) if index != vocabulary)
 
 
-def _by_position(
-    values: Sequence[Any], forward: Mapping[str, inspect.Parameter], targets: tuple[str, ...]
-) -> dict[str, Any]:
+def _by_position(values: Sequence[Any], forward: Arguments, targets: tuple[str, ...]) -> dict[str, Any]:
     taken = [n for n, p in forward.items() if p.kind is p.POSITIONAL_OR_KEYWORD and n not in targets]
     # The last values are the targets of the loss function, in its order.
     names = [*taken[: max(len(values) - len(targets), 0)], *targets]
@@ -172,13 +168,8 @@ def _by_position(
     return dict(zip(names, values, strict=False))
 
 
-def _check_names(
-    given: Mapping[str, Any],
-    forward: Mapping[str, inspect.Parameter],
-    targets: tuple[str, ...],
-    loss_fn: Callable[..., Tensor] | None,
-) -> None:
-    any_name = loss_fn is None and any(p.kind is p.VAR_KEYWORD for p in forward.values())
+def _check_names(given: Mapping[str, Any], forward: Arguments, targets: tuple[str, ...]) -> None:
+    any_name = not targets and any(p.kind is p.VAR_KEYWORD for p in forward.values())
     known = {n for n, p in forward.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for name in given:
         if not any_name and name not in known and name not in targets:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -22,10 +21,10 @@ from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
 from autoptd.capture.custom_autograd import FunctionError, Functions, write_functions
 from autoptd.capture.eval_mode import compare_evaluation
-from autoptd.capture.example_inputs import read_examples
+from autoptd.capture.example_inputs import ExampleInputs, read_examples
 from autoptd.capture.fake_module import copy_structure, make_mode, make_twin, run_without_data
 from autoptd.capture.objective import Objective
-from autoptd.capture.results import LossError, Outputs
+from autoptd.capture.results import LossError, LossFunction, Outputs
 from autoptd.capture.side_effects import NUMBERS, SideEffectError, keeping_attributes, refuse_hooks
 from autoptd.capture.source_lines import short_line
 from autoptd.capture.trace_errors import describe_error, explain, find_way
@@ -44,8 +43,8 @@ def capture(
     model: nn.Module,
     *,
     mesh: Mesh,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
+    example_inputs: ExampleInputs = None,
+    loss_fn: LossFunction = None,
     microbatch_size: int | None = None,
     outputs: Outputs = (),
 ) -> Program:
@@ -71,6 +70,12 @@ def capture(
     objective = Objective(copy_structure(model, twin_of), examples, loss_twin, buffers, outputs)
     autocast = read_autocast(model)
     functions = Functions(autocast)
+
+    def run() -> Tensor:
+        """Call the model without data, and without a trace."""
+        with run_without_data(mode), Functions(autocast).watch():
+            return objective.find_loss(*values)
+
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.
     dtypes = torch.autocast("cpu", autocast.dtype) if autocast else nullcontext()
     said_causal = patch.object(transformer, "_detect_is_causal_mask", _is_said_causal)
@@ -81,9 +86,8 @@ def capture(
         except (LossError, FunctionError, SideEffectError):
             raise
         except Exception as error:
-            watching = Functions(autocast).watch()
-            raise ValueError(explain(error, objective, mode, values, watching)) from error
-        differences = tuple(_compare_modes(objective, mode, values, Functions(autocast)))
+            raise ValueError(explain(error, objective, run)) from error
+        differences = tuple(_compare_modes(objective, run))
     unchecked = "is an assertion on data, and not in the program: a step checks row numbers and labels"
     notes = (*functions.describe(), *differences, *(f"{line} {unchecked}" for line in assumed))
     tensors = _name_tensors(model, loss_fn, exported, objective.result.assigned)
@@ -139,14 +143,11 @@ def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functio
         return exported
 
 
-def _compare_modes(
-    objective: Objective, mode: FakeTensorMode, values: tuple[Tensor, ...], functions: Functions
-) -> Iterator[str]:
+def _compare_modes(objective: Objective, run: Callable[[], Tensor]) -> Iterator[str]:
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
-    made = objective.result.calls.made
     try:
-        with run_without_data(mode), functions.watch(), objective.known:
-            calls = compare_evaluation(objective, made, lambda: objective.find_loss(*values))
+        with objective.known:
+            calls = compare_evaluation(objective, objective.result.calls.made, run)
     except SideEffectError:
         raise
     except Exception as error:  # the trace supports operators that do not run otherwise without data

@@ -120,9 +120,7 @@ def _find_sources(node: fx.Node) -> list[fx.Node]:
     writes = [n for n in node.graph.nodes if isinstance(n.target, OpOverload) and n.target._schema.is_mutable]
     while True:
         held = {_find_viewed(n) for n in found}
-        more = [
-            n for n in writes if n not in found and not held.isdisjoint(map(_find_viewed, n.all_input_nodes))
-        ]
+        more = [n for n in writes if n not in found and held & {*map(_find_viewed, n.all_input_nodes)}]
         if not more:
             return sorted(found)
         found |= set(walk(more, _read_by))

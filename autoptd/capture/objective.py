@@ -1,7 +1,7 @@
 """The module that capture exports: the model with its loss, a function of positional tensors."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
 from autoptd.capture.known_values import KnownValues
-from autoptd.capture.results import LossError, Outputs, find_loss, find_outputs, is_loss
+from autoptd.capture.results import LossError, LossFunction, Outputs, find_loss, find_outputs, is_loss
 from autoptd.capture.side_effects import judge_left, refuse_side_effects
 from autoptd.runtime.program.manifest import Output
 
@@ -38,7 +38,7 @@ class Objective(nn.Module):
         self,
         model: nn.Module,
         examples: Examples,
-        loss_fn: Callable[..., Tensor] | None,
+        loss_fn: LossFunction,
         buffers: Mapping[str, Tensor] | None = None,
         wanted: Outputs = (),
     ) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor, is_floating_point
 
 from autoptd.runtime.program.manifest import Output, OutputKind
 
-Outputs = bool | Sequence[str]  # the option of `compile`
+Outputs = bool | Sequence[str]  # options of `compile`
+LossFunction = Callable[..., Tensor] | None
 
 
 class LossError(ValueError):
@@ -16,7 +17,7 @@ class LossError(ValueError):
 
 
 def find_loss(
-    result: object, loss_fn: Callable[..., Tensor] | None, targets: Mapping[str, object], wanted: Outputs
+    result: object, loss_fn: LossFunction, targets: Mapping[str, object], wanted: Outputs
 ) -> tuple[Tensor, Output]:
     """Return the scalar loss in what a model returned, or that of `loss_fn`, and the structure of a call's result.
 
@@ -26,12 +27,9 @@ def find_loss(
     if loss_fn is not None:
         if not is_loss(loss := loss_fn(result, **targets)):
             raise LossError(f"loss_fn returned {describe(loss)}; expected a scalar floating-point tensor")
-        if not wanted:
-            return loss, Output("tensor")
-        alone = kind == "tensor"
-        return loss, Output(
-            kind, "", "" if alone else _type_name(result), () if alone else tuple(fields), True
-        )
+        if not wanted or kind == "tensor":
+            return loss, Output("tensor", separate_loss=bool(wanted))
+        return loss, Output(kind, "", _type_name(result), tuple(fields), separate_loss=True)
     if is_loss(result):
         return result, Output("tensor")
     for name in fields if kind == "tuple" else ("loss",):

@@ -2,27 +2,19 @@
 
 import re
 import traceback
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
-from autoptd.capture.fake_module import run_without_data
 from autoptd.capture.objective import DataDependentError, Objective
 from autoptd.capture.side_effects import keeping_attributes
 from autoptd.capture.source_lines import user_line
 
 
-def explain(
-    error: Exception,
-    objective: Objective,
-    mode: FakeTensorMode,
-    values: tuple[Tensor, ...],
-    watching: AbstractContextManager[None],
-) -> str:
+def explain(error: Exception, objective: Objective, run: Callable[[], object]) -> str:
     """Say why the trace ended with `error`: by the model's own code, values that are not known, or torch.export.
 
-    `watching` is entered round a run of the model without data.
+    `run` calls the model without data, and without a trace.
     """
     unknown = isinstance(error, DataDependentError)
     place, found = describe_error(error.__cause__ or error if unknown else error, objective.captured)
@@ -33,8 +25,8 @@ def explain(
             f"mask instead of the branch; pass a module without that branch{find_way(objective.captured)}"
         )
     try:
-        with keeping_attributes(objective), run_without_data(mode), watching:
-            objective.find_loss(*values)
+        with keeping_attributes(objective):
+            run()
     except Exception as plain:
         # Torch raises its own errors for what cannot run without data.
         own = not re.search("torch|meta|fake|subclass|storage", f"{type(plain).__module__} {plain}".lower())
