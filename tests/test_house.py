@@ -103,7 +103,7 @@ IMPORTS = {
 OPERATOR_TABLES = {
     "one operator written as another": {
         *("passes/fusion/rules.py: RULES", "passes/fusion/rules.py: _ADDED_NORMS"),
-        *("passes/fusion/activations.py: KNOWN", "passes/normal_form/constants.py: _FACTORIES"),
+        "passes/fusion/activations.py: KNOWN",
         *("passes/normal_form/writer.py: _SCATTERS", "passes/normal_form/operator_rewrites.py: RULES"),
     },
     "a reader of one pattern": {
