@@ -1,4 +1,4 @@
-"""Dropout masks as a pure function of an element's place in the whole tensor, never of the device that computes it.
+"""Masks and random numbers as a pure function of an element's place in the whole tensor, never of the device.
 
 Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) in plain torch, on a CPU in
 numpy. Seven rounds are the fewest that pass their tests; drawing costs more than all else in a dropout. One
@@ -7,8 +7,11 @@ counter gives four 32-bit words, whose halves, low one first, are the 16-bit num
 - key: the seed's low and high word;
 - counter word 0: block = element // 8, its low 32 bits, where element is the row-major index within ONE
   sample's whole (undivided) tensor, the batch dimension left out;
-- counter word 1: the operator's number, and the block's higher bits from bit 24 on;
+- counter word 1: the operator's number (of one that draws numbers: from `DRAWS` on), and the block's higher bits from
+  bit 24 on;
 - counter words 2 and 3: the global sample index, and the number of the call.
+
+A number of 32 bits is that of two elements, low half first: those of a tensor [.., 2].
 
 What changes from step to step is read from a tensor on the device, the `moment`: a CUDA graph keeps every other number.
 """
@@ -16,7 +19,7 @@ What changes from step to step is read from a tensor on the device, the `moment`
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import prod
+from math import log2, prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,6 +36,7 @@ WORD = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 OPERATOR_BITS = 24
+DRAWS = 1 << 23  # the first number of operators that draw numbers, not masks
 ROUNDS = 7
 BLOCK = 8  # elements of a counter
 LEVELS = 1 << 16  # numbers an element may draw
@@ -95,7 +99,13 @@ def _mix(product: Words, word: Words, key: Any) -> Words:
 
 
 def mask_key(
-    operator: int, shape: Sequence[int], sample: Dim = 0, divided: Dim = None, size: int = 1, index: int = 0
+    operator: int,
+    shape: Sequence[int],
+    sample: Dim = 0,
+    divided: Dim = None,
+    size: int = 1,
+    index: int = 0,
+    halves: int = 1,
 ) -> list[int]:
     """Return the key of a mask of this rank's `shape`, as operators take it; see `draw_mask`.
 
@@ -106,7 +116,8 @@ def mask_key(
     run and whole are 1 where nothing is divided.
 
     `sample` is the batch dimension (None, and of a scalar: all share the mask of sample 0, and `sampled` is 0);
-    `divided` the dimension of which `shape` holds part `index` of `size` equal, contiguous parts.
+    `divided` the dimension of which `shape` holds part `index` of `size` equal, contiguous parts. With 2 `halves` an
+    element has two numbers: the key is that of a tensor [*shape, 2].
     """
     if not 0 <= operator < 1 << OPERATOR_BITS:
         raise ValueError(f"operator number {operator} is outside 0 to {(1 << OPERATOR_BITS) - 1}")
@@ -115,13 +126,13 @@ def mask_key(
             raise ValueError(f"{name} is {dim}, expected a dimension of {list(shape)}")
     batch_dim = sample % len(shape) if sample is not None and shape else None
     batch = 1 if batch_dim is None else shape[batch_dim]
-    inner = 1 if batch == 1 or batch_dim is None else prod(shape[batch_dim + 1 :])
+    inner = 1 if batch == 1 or batch_dim is None else prod(shape[batch_dim + 1 :]) * halves
     run, whole, start = 1, 1, 0
     if divided is not None and size > 1:
         divided %= len(shape)
         if divided == batch_dim:
             raise ValueError(f"dimension {divided} of {list(shape)} is the batch; it cannot be divided")
-        run = prod(extent for dim, extent in enumerate(shape) if dim >= divided and dim != batch_dim)
+        run = halves * prod(n for dim, n in enumerate(shape) if dim >= divided and dim != batch_dim)
         whole, start = run * size, run * index
     return [operator, int(batch_dim is not None), batch, inner, run, whole, start]
 
@@ -132,9 +143,26 @@ def draw_mask(key: Key, moment: Tensor, p: float, shape: Sequence[int], causal: 
 
     Where it is for `causal` scores [.., queries, keys], elements that no query sees may be left out: False.
     """
+    return _draw_whole(key, moment, count_dropped(p), shape, causal)
+
+
+def draw_uniform(key: Key, moment: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Draw the numbers of `key`, which has two halves, at a `moment`: (n + 1/2) / 2**bits for the first bits of a word.
+
+    These are as many as a `dtype` has behind its leading one, at most 32: each number is exact, and neither 0 nor 1.
+    """
+    words = _draw_whole(key, moment, None, (*shape, 2)).contiguous().view(torch.int32).squeeze(-1)
+    bits = min(32, -round(log2(torch.finfo(dtype).eps)))
+    return (2 * ((words.long() & WORD) >> (32 - bits)) + 1).to(dtype) * 0.5 ** (bits + 1)
+
+
+def _draw_whole(
+    key: Key, moment: Tensor, dropped: int | None, shape: Sequence[int], causal: bool = False
+) -> Tensor:
+    """Return which elements are kept, or their numbers where None are `dropped`; see `_draw`."""
     device = moment.device
     if 0 in shape:
-        return torch.empty(tuple(shape), dtype=torch.bool, device=device)
+        return torch.empty(tuple(shape), dtype=torch.int16 if dropped is None else torch.bool, device=device)
     operator, sampled, batch, inner, run, whole, start = key
     seed, call, first = moment.tolist() if moment.is_cpu else moment.unbind()
     elements = prod(shape) // batch
@@ -145,7 +173,7 @@ def draw_mask(key: Key, moment: Tensor, p: float, shape: Sequence[int], causal: 
     # On a CPU alone: to count blocks is to wait for a GPU, and a CUDA graph would not keep what is found here.
     matrices = causal and moment.is_cpu and inner % (size := prod(shape[-2:])) == run % size == 0
     seen = _find_seen(*shape[-2:]) if matrices and shape[-1] % BLOCK == 0 else None
-    draw = partial(_draw, (seed & WORD, seed >> 32 & WORD), call & WORD, operator, count_dropped(p))
+    draw = partial(_draw, (seed & WORD, seed >> 32 & WORD), call & WORD, operator, dropped)
     kept = _keep_runs(draw, samples, starts, run, seen)
     return kept.reshape(batch, elements // inner, inner).transpose(0, 1).reshape(tuple(shape))
 
@@ -193,14 +221,17 @@ def _keep_runs(
 
 
 def _draw(
-    key: tuple[Any, Any], call: Any, operator: int, dropped: int, blocks: Tensor, samples: Tensor
+    key: tuple[Any, Any], call: Any, operator: int, dropped: int | None, blocks: Tensor, samples: Tensor
 ) -> Tensor:
     """Return which elements are kept, bool [samples, blocks, 8], for the numbers of the `blocks` [1, blocks].
+
+    Where None are `dropped`, return the numbers themselves, as int16.
 
     On a CPU in numpy, which multiplies integers in less than half torch's time, and on one thread: beside OpenMP's,
     which spin between operators, further ones made a step slower by a third.
     """
-    kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=samples.device)
+    dtype = torch.int16 if dropped is None else torch.bool
+    kept = torch.empty((len(samples), blocks.shape[1], BLOCK), dtype=dtype, device=samples.device)
     chunk = CPU_CHUNK if kept.is_cpu else DEVICE_CHUNK
     columns = min(blocks.shape[1], chunk)
     rows = max(1, chunk // columns)
@@ -213,9 +244,12 @@ def _draw(
                 drawn = np.empty((*into.shape[:-1], 4), "<u4")
                 for number, word in enumerate(philox([word.numpy() for word in counter], key)):
                     drawn[..., number] = word
-                np.greater_equal(drawn.view("<u2"), dropped, out=into.numpy())
+                if dropped is None:
+                    into.numpy()[...] = drawn.view("<i2")
+                else:
+                    np.greater_equal(drawn.view("<u2"), dropped, out=into.numpy())
                 continue
-            for number, word in enumerate(philox(counter, key)):
-                into[..., 2 * number] = (word & (LEVELS - 1)) >= dropped
-                into[..., 2 * number + 1] = (word >> 16) >= dropped
+            for place, word in enumerate(philox(counter, key)):
+                for at, half in enumerate((word & (LEVELS - 1), word >> 16), 2 * place):
+                    into[..., at] = half if dropped is None else half >= dropped
     return kept

@@ -198,7 +198,7 @@ def _run(function: AutogradFunction, args: Any, place: str, grad: bool) -> tuple
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise FunctionError(
                 f"{place}: {name} draws random numbers with {func}, which would differ between meshes: draw them in "
-                "the module's forward, a mask as the dropout of ones, and pass them in"
+                "the module's forward, and pass them in"
             )
         if any(x.untyped_storage() in given for x in own.written):
             raise FunctionError(

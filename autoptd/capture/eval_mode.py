@@ -56,7 +56,7 @@ class DropoutOff(TorchFunctionMode):
 
 # Compared with training: a program has one forward
 
-# Dropout, and the random numbers by which layers are skipped (in the loss they are refused).
+# Dropout, and the random numbers by which layers are skipped.
 LEFT_OUT = DROPPING | {torch.rand}
 
 

@@ -156,8 +156,8 @@ def _compare_modes(objective: Objective, run: Callable[[], Tensor]) -> Iterator[
     if calls.found:
         line = f"in evaluation the model computes something else, from {calls.found}"
         warn_caller(
-            f"{line}: a program computes the forward of training in evaluation too, only without dropout. Evaluate "
-            "with the model itself, which loads full_state_dict(), or make both forwards alike"
+            f"{line}: a program computes the forward of training in evaluation too, with its noise, only without "
+            "dropout. Evaluate with the model itself, which loads full_state_dict(), or make both forwards alike"
         )
         yield line
     if calls.dropped:
@@ -213,7 +213,7 @@ def _name_tensors(
         if spec.kind is InputKind.CUSTOM_OBJ:
             raise ValueError(
                 f"{place} gets {value!r}, which is not a tensor. Random numbers of a generator would differ between "
-                "meshes: pass them in as an input, or use dropout"
+                "meshes: draw without a generator, or pass them in as an input"
             )
         if type(value) is not Tensor:
             raise ValueError(

@@ -20,6 +20,7 @@ from autoptd.runtime.engine.label_weights import count_valid
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.verification.float64 import Promotion
 from autoptd.verification.gradients import StepResult
+from autoptd.verification.keyed_draws import KeyedDraws
 
 ROUNDING = 1e-9  # of a loss in float64, beyond which two losses differ
 
@@ -30,9 +31,12 @@ def run_plain(
     loss_fn: Callable[..., Tensor] | None,
     tensors: Mapping[str, Tensor],
     batch: Mapping[str, Tensor],
+    draws: KeyedDraws,
     precise: bool = True,
 ) -> StepResult:
     """Run one step; microbatches are weighed by their valid labels if the program does so, else equally.
+
+    Random numbers are those of the `draws`.
 
     In float64 unless it is not to be `precise`: then as it trains, under the autocast that it was compiled in.
     """
@@ -58,12 +62,15 @@ def run_plain(
         torch.enable_grad(),
         leave_autocast() if precise or not manifest.autocast else torch.autocast("cpu", manifest.autocast),
         Functions(None).watch(),  # a checkpoint would compute again in the backward, with dropout
+        torch.random.fork_rng(devices=[]),
         DropoutOff(),
+        draws,
         Promotion(_find_rounding(manifest)) if precise else nullcontext() as promotion,
     ):
         for part in objective.children():
             set_training(part)
         for index in range(count):
+            draws.start(index * manifest.microbatch_size)
             loss = objective.find_loss(*take_parts(manifest, batch, count, index).values())
             for path, output in objective.result.outputs.items():
                 outputs.setdefault(path, []).append(output.detach().clone())
@@ -80,6 +87,7 @@ def run_plain(
         promoted, pair = promotion.count if promotion else 0, list(losses)[:2]
         apart = _average({index: losses[index] for index in pair}, valid)
         both = take_parts(manifest, batch, count, *pair).values()
+        draws.start(*(index * manifest.microbatch_size for index in pair))
         compared = _compare_losses(apart, lambda: objective.find_loss(*both))
         notes = tuple(compared) if precise and count > 1 else ()
     norm = torch.nn.utils.get_total_norm(sums.values())

@@ -33,6 +33,7 @@ from autoptd.text.reader import read_texts, text_filename, trace_program
 from autoptd.verification.fault_line import Values, find_first_right, find_first_wrong
 from autoptd.verification.float64 import Promotion, promote
 from autoptd.verification.gradients import StepResult, compare_gradients, compare_outputs, join_gradients
+from autoptd.verification.keyed_draws import KeyedDraws
 from autoptd.verification.random_inputs import draw_batch, draw_weights
 from autoptd.verification.reference import run_plain, take_parts
 from autoptd.verification.report import LOSS, NORM, Report, compare_numbers
@@ -86,8 +87,8 @@ def verify_program(
         tensors = {name: x.to(manifest.parameters[name].dtype) for name, x in tensors.items()}
         values = {i.name: values[i.name].to(i.dtype) for i in manifest.inputs}
     wide = widen(manifest) if precise else manifest
-
-    run_alone = partial(run_plain, manifest, model, loss_fn, tensors, values, precise)
+    drawn = KeyedDraws(program, manifest.seed)
+    run_alone = partial(run_plain, manifest, model, loss_fn, tensors, values, drawn, precise)
     run_divided = partial(_run_ranks, texts, wide, tensors, values, precise)
     # The plain model first: the texts must accept every batch that it accepts.
     plain = _explain(PLAIN, "pass batch= with values that it accepts", values, run_alone)
@@ -278,6 +279,8 @@ def _notes(program: Program, manifest: Manifest, casts: Sequence[int], anew: Ite
             f"so were those of autocast to {str(manifest.autocast).removeprefix('torch.')}; the plain model ran "
             "without autocast, which does not cast float64"
         )
+    if any(node.target is kernels.uniform for stage in program.stages for node in stage.graph.nodes):
+        yield "random numbers that forward draws are those of the program's seed in both"
     if any(_drops(node) for stage in program.stages for node in stage.graph.nodes):
         yield "dropout was off in both; its masks have their own tests"
 

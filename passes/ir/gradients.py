@@ -6,7 +6,7 @@ from torch import fx
 
 from autoptd.passes.ir.nodes import has_gradients, info, walk, wants_gradient
 from autoptd.passes.ir.program import Stage
-from autoptd.runtime import aten
+from autoptd.runtime import aten, kernels
 
 
 def find_trained(stage: Stage) -> set[fx.Node]:
@@ -35,4 +35,4 @@ def may_be_trained(node: fx.Node) -> bool:
         return False
     if node.op == "placeholder":
         return info(node).role == "boundary" and wants_gradient(node)
-    return node.target is not aten.detach.default
+    return node.target not in (aten.detach.default, kernels.uniform)

@@ -121,8 +121,9 @@ def refuse_random(node: fx.Node, target: Any) -> None:
     """Raise ValueError where the operator that `node` calls draws numbers."""
     if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
         raise ValueError(
-            f"{where(node)}: {target} draws random numbers, which would differ between meshes; only dropout and "
-            "attention dropout are supported: draw a mask as the dropout of ones, or pass the numbers in as an input"
+            f"{where(node)}: {target} draws random numbers in a way that no program repeats on every mesh: draw with "
+            "dropout, rand, randn, randint, normal, bernoulli or one of uniform_, exponential_, or pass the numbers in "
+            "as an input"
         )
 
 

@@ -1,7 +1,7 @@
 """Bring an exported graph into the form that every later pass reads.
 
 Regions of ``torch.no_grad`` and ``torch.autocast`` are inlined, the latter's casts written out, in-place operators
-made functional, operators without effect dropped, and dropout given its number. Numerics stay bit for bit.
+made functional, operators without effect dropped, and dropouts and draws numbered. Numerics stay bit for bit.
 """
 
 import operator
@@ -18,6 +18,7 @@ from autoptd.passes.ir.names import name_nodes
 from autoptd.passes.ir.nodes import info, nodes_in, refuse_random, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.normal_form.autocast import cast_arguments, describe_result, enter_region
+from autoptd.passes.normal_form.draws import draws
 from autoptd.passes.normal_form.operator_rewrites import rewrite
 from autoptd.passes.normal_form.writer import Call, Cell, Writer, functional_twin, is_mutation, refuse_owned
 from autoptd.runtime import aten
@@ -43,9 +44,9 @@ class Scope:
 def normalize(program: Program) -> Program:
     """Rewrite the captured stage's graph into functional aten operators with ``rank`` as first placeholder.
 
-    Dropouts become ``kernels.dropout``, and attention with dropout a product, ``kernels.scaled_softmax`` and a
-    product; both are numbered in capture order. Raises ValueError, with file and line, for a random or in-place
-    operator that has no such form.
+    Dropouts become ``kernels.dropout``, attention with dropout a product, ``kernels.scaled_softmax`` and a product, and
+    draws arithmetic on ``kernels.uniform``, numbered in capture order. Raises ValueError, with file and line, for a
+    random or in-place operator that has no such form.
     """
     (stage,) = program.stages
     writer = Normalizer(stage.parameters)
@@ -55,7 +56,8 @@ def normalize(program: Program) -> Program:
         writer.visit(node, values, Scope(autocast=program.autocast))
     buffers = {name for name, parameter in stage.parameters.items() if parameter.kind == "buffer"}
     graph = name_nodes(writer.graph, buffers)
-    entry = f"normalize {before} -> {len(graph.nodes)} nodes, {writer.dropouts} dropouts"
+    entry = f"normalize {before} -> {len(graph.nodes)} nodes, {writer.counts['dropouts']} dropouts"
+    entry += f", {writer.counts['draws']} draws" if writer.counts["draws"] else ""
     idle = writer.idle_parameters()
     if idle:
         names = ", ".join(idle[:5]) + (" ..." if len(idle) > 5 else "")
@@ -141,12 +143,12 @@ class Normalizer(Writer):
 
     def _write(self, call: Call, cell: Cell, scope: Scope) -> Cell:
         """Replace an in-place operator: its functional twin's value becomes the value of `cell`."""
-        node = call.node
-        twin = functional_twin(node.target)
+        node, drawn = call.node, draws(call.node.target)
+        twin = node.target if drawn else functional_twin(node.target)
         if twin is None:
             refuse_random(node, node.target)
             refuse_owned(cell, node)
-        if twin is None or (not scope.grad and self.read(cell) in self.trained):
+        if twin is None or (not drawn and not scope.grad and self.read(cell) in self.trained):
             raise ValueError(f"{where(node)}: {node.target} in place is not supported; write it out of place")
         if node.target is aten.detach_.default:
             cell.node, cell.base = rewrite(twin, call), None

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.nodes import refuse_random, where
+from autoptd.passes.ir.nodes import name_arguments, nodes_in, refuse_random, shape_of, where
 from autoptd.passes.normal_form import loss_rewrites
+from autoptd.passes.normal_form.draws import draws, write_draw
 from autoptd.passes.normal_form.writer import Call
 from autoptd.runtime import aten, kernels
 
@@ -20,7 +21,7 @@ Rule = Callable[[Call], "fx.Node | None"]
 
 def rewrite(target: Any, call: Call) -> fx.Node:
     """Write the normal form of `call`. Raises ValueError for an unsupported or a random operator."""
-    rule = RULES.get(target)
+    rule = _draw if draws(target) else RULES.get(target)
     made = rule(call) if rule is not None else None
     if made is not None:
         return made
@@ -218,7 +219,42 @@ def _dropout(call: Call) -> fx.Node | None:
     p = call.argument("p")
     if p == 0 or not call.argument("train"):
         return call.source
-    return call.emit(kernels.dropout, call.writer.rank, call.source, p, call.writer.next_dropout())
+    return call.emit(kernels.dropout, call.writer.rank, call.source, p, call.writer.next_number("dropouts"))
+
+
+def _feature_dropout(call: Call) -> fx.Node | None:
+    """Write the dropout of whole channels as that of a one for each channel of each sample."""
+    if call.argument("p") == 0 or not call.argument("train"):
+        return call.source
+    shape = [*call.val.shape[:2], *[1] * (call.val.dim() - 2)]
+    ones = call.fill(aten.ones.default, shape, call.val.dtype)
+    mask = call.draw(kernels.dropout, ones, call.argument("p"), call.writer.next_number("dropouts"))
+    return call.emit(aten.mul.Tensor, call.source, mask)
+
+
+def _draw(call: Call) -> fx.Node:
+    """Write a draw as arithmetic on keyed numbers, for each element of an argument of its shape, else of zeros."""
+
+    def uniform(dtype: torch.dtype) -> fx.Node:
+        shape = call.val.shape
+        like: Any = next((x for x in nodes_in(call.args) if shape_of(x) == shape), None)
+        if like is None:
+            like = call.fill(aten.zeros.default, shape, dtype)
+        while like.target is aten.zeros_like.default:
+            like = like.args[0]
+        like = like if like.meta["val"].dtype == dtype else call.derive(aten.to.dtype, like, dtype)
+        return call.draw(kernels.uniform, like, call.writer.next_number("draws"))
+
+    given = name_arguments(call.node.target, call.args, call.kwargs)
+    for name in ("mean", "std"):  # no gradient reaches them, as in torch
+        if given.get(name) in call.writer.trained:
+            given[name] = call.derive(aten.detach.default, given[name])
+    drawn = write_draw(call.node.target, given, call.val.dtype, uniform, call.derive)
+    return (
+        drawn
+        if drawn.meta["val"].dtype == call.val.dtype
+        else call.emit(aten.to.dtype, drawn, call.val.dtype)
+    )
 
 
 def _attention(call: Call) -> fx.Node | None:
@@ -233,7 +269,7 @@ def _attention(call: Call) -> fx.Node | None:
         k, v = _repeat_heads(call, k), _repeat_heads(call, v)
     scale = 1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else scale
     options = {"is_causal": True} if is_causal else {}
-    options |= {"scale": scale, "p": p, "operator": call.writer.next_dropout()}
+    options |= {"scale": scale, "p": p, "operator": call.writer.next_number("dropouts")}
     scores = call.derive(aten.matmul.default, q, call.derive(aten.transpose.int, k, -2, -1))
     if mask in call.writer.trained:
         # A mask gets no gradient in the kernel, which gets only the hidden keys.
@@ -260,6 +296,11 @@ _OTHER_NAMES = """
     greater_equal=ge less=lt less_equal=le not_equal=ne arctan=atan arctan2=atan2 arcsin=asin arccos=acos
     __and__=bitwise_and __or__=bitwise_or __xor__=bitwise_xor
 """
+
+
+def _empty(target: OpOverload) -> Rule:
+    """Write memory that something is written to as zeros, which like other constants is made once."""
+    return lambda call: call.emit(target, *call.args, dtype=call.val.dtype)
 
 
 def _rrelu(call: Call) -> fx.Node | None:
@@ -306,6 +347,10 @@ RULES: dict[Any, Rule] = {
     aten.max.other: _as(aten.maximum.default),
     aten.min.other: _as(aten.minimum.default),
     aten.dropout.default: _dropout,
+    aten.feature_dropout.default: _feature_dropout,
+    aten.empty.memory_format: _empty(aten.zeros.default),
+    aten.new_empty.default: _empty(aten.new_zeros.default),
+    aten.empty_like.default: _empty(aten.zeros_like.default),
     aten.scaled_dot_product_attention.default: _attention,
     **{
         getattr(getattr(aten, other), overload): _as(getattr(getattr(aten, name), overload))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -60,6 +61,16 @@ class Call:
         val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
         return self.writer.emit(target, args, {**self.meta, "val": val})
 
+    def fill(self, target: Any, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
+        """Append a factory of equal elements."""
+        val = torch.empty(shape, dtype=dtype, device="meta")
+        return self.writer.emit(target, (list(shape),), {**self.meta, "val": val}, {"dtype": dtype})
+
+    def draw(self, target: Any, x: fx.Node, *args: Any) -> fx.Node:
+        """Append a call of one of our functions that draw for each element of `x`."""
+        val = torch.empty_like(x.meta["val"], memory_format=torch.contiguous_format)
+        return self.writer.emit(target, (self.writer.rank, x, *args), {**self.meta, "val": val})
+
     def reshape(self, x: fx.Node, shape: list[int]) -> fx.Node:
         """Append a reshape; return what has that shape as it is."""
         return x if list(x.meta["val"].shape) == shape else self.derive(aten.reshape.default, x, shape)
@@ -110,7 +121,7 @@ class Writer:
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self.trained: set[fx.Node] = set()
-        self.dropouts = 0
+        self.counts: Counter[str] = Counter()
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.rank = self.graph.placeholder("rank")
         describe(self.rank, None, NodeInfo(role="rank"))
@@ -125,10 +136,10 @@ class Writer:
             self.trained.add(node)
         return node
 
-    def next_dropout(self) -> int:
-        """Return the number of the next operator that draws a mask."""
-        self.dropouts += 1
-        return self.dropouts - 1
+    def next_number(self, kind: Literal["dropouts", "draws"]) -> int:
+        """Return the number of the next operator that draws a mask, or random numbers."""
+        self.counts[kind] += 1
+        return self.counts[kind] - 1
 
     def read(self, cell: Cell) -> fx.Node:
         """Return the present value; a view whose base was written since is taken again."""

@@ -82,9 +82,9 @@ def _take_heads(localizer: Localizer, node: fx.Node, tensor: fx.Node, dim: int) 
 
 
 def keyed_local(localizer: Localizer, node: fx.Node) -> fx.Node:
-    """Say along which axes the mask of a dropout, or of a softmax with one, is keyed."""
+    """Say along which axes numbers, or the mask of a dropout, or of a softmax with one, are keyed."""
     new = same_call(localizer, node)
-    if node.target is kernels.dropout or argument(node, 5, "p", 0.0):
+    if node.target is not kernels.scaled_softmax or argument(node, 5, "p", 0.0):
         new.kwargs = {**new.kwargs, **key_mask(localizer, node)}
     return new
 

@@ -59,13 +59,13 @@ def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
 
 
 def _sum_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
-    """dropout(x), dropout(x + bias) + residual, and perhaps the norm of it, which runs over the last dimension."""
+    """dropout(x), dropout(x + bias) + residual, and perhaps the norm of it, over the last dimension; numbers like x."""
     proof.refuse_partial(node, placements)
     given = bound_arguments(node)
     terms = [given[name] for name in ("x", "bias", "residual") if isinstance(given.get(name), fx.Node)]
     shape = shape_of(given["x"])
     placement = proof.merge([(term, proof.aligned(term, shape, placements)) for term in terms], shape)
-    if given.get("p", 0):
+    if given.get("p", node.target is kernels.uniform):
         proof.check_key(placement, given.get("divided"))
     if "weight" in given:
         proof.check_whole(given["x"], placement, [len(shape) - 1])
@@ -159,6 +159,7 @@ RULES: Mapping[Any, OperatorRules] = {
     kernels.dropout: replace(
         _SUM, axes=broadcast, local=keyed_local, order=elementwise_order, backward=None, keeps="nothing"
     ),
+    kernels.uniform: replace(_SUM, axes=broadcast, local=keyed_local, backward=None),
     kernels.bias_dropout_add: replace(_SUM, backward=_sum_backward),
     **dict.fromkeys((kernels.add_layer_norm, kernels.add_rms_norm), _SUM),
     **dict.fromkeys((kernels.layer_norm, kernels.rms_norm), _NORM),

@@ -266,7 +266,7 @@ def if_divided(rule: Callable[[Localizer, fx.Node, Axis], fx.Node]) -> LocalRule
 
 
 def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
-    """Return the axes that a dropout mask is keyed by: the element's place in one sample's undivided tensor.
+    """Return the axes that a mask or a draw is keyed by: the element's place in one sample's undivided tensor.
 
     They are `sample`, `divided` and, where they are inside a merged dimension, the unmerged `shape`.
     """
@@ -278,7 +278,8 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
         flat.extend(parts if inside else [ax.find(axis)])
     reads_batch = node in localizer.axis_map.batch
     ones = str(node.all_input_nodes[-1].target) in localizer.filled
-    sampled = reads_batch or "sample" in node.kwargs or (ones and any(f.size == 1 for f in flat))
+    default = 0 if ones and any(f.size == 1 for f in flat) else None
+    sampled = reads_batch or node.kwargs.get("sample", default) is not None
     if localizer.single and sampled:
         # There is no axis to find: any dimension of size 1 stands for the batch, in a mask of ones for samples too.
         if all(f.size != 1 for f in flat):
@@ -286,14 +287,15 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
         sample: int | None = [f.size for f in flat].index(1)
     else:
         sample = next((i for i, f in enumerate(flat) if f in localizer.batch), None)
-    if sample is None and reads_batch:
+    counted = ones and any(f.size == b.size for f in flat for b in localizer.batch)
+    if sample is None and (reads_batch or counted):
         raise ValueError(
-            f"dropout at {where(node)} is over {list(shape_of(node))}, in which the batch is no dimension of its own: "
-            "its mask would depend on the microbatch; use microbatch_size=1, or drop before the batch is merged"
+            f"the draw at {where(node)} is over {list(shape_of(node))}, in which the batch is no dimension of its own: "
+            "it would depend on the microbatch; use microbatch_size=1, or draw before the batch is merged"
         )
     divided = localizer.divided_dim(flat)
     if divided is not None and flat[divided].kind == "sum":
-        raise ValueError(f"dropout over packed segments at {where(node)} cannot be divided; unpack them")
+        raise ValueError(f"the draw over packed segments at {where(node)} cannot be divided; unpack them")
     found: dict[str, Any] = {"sample": sample}
     if divided is not None:
         found["divided"] = divided

@@ -262,11 +262,11 @@ def check_whole(own: fx.Node, placement: AxisPlacement, dims: Collection[int]) -
 
 
 def check_key(placement: AxisPlacement, key: int | None) -> None:
-    """Raise `PlacementError` for a dropout mask that is keyed as if the tensor were whole, or the other way round."""
+    """Raise `PlacementError` for draws of a divided value by the key of a whole one, or the other way round."""
     if not isinstance(placement, Unknown) and (isinstance(placement, Shard)) != (key is not None):
         own = "its divided dimension, so that each rank draws its own part"
         raise PlacementError(
-            f"drops elements of a value that is {placement.word}, with divided={key}: expected divided="
+            f"draws for a value that is {placement.word}, with divided={key}: expected divided="
             f"{'None' if isinstance(placement, Replicate) else own}"
         )
 

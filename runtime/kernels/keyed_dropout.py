@@ -111,11 +111,16 @@ def find_key(
         raise ValueError(f"dropout probability is {p}, expected 0 to 1")
     if p == 0 or not rank.randomness.training:
         return [], None
+    return place_key(rank, x, operator, shape, sample=sample, divided=divided)
+
+
+def place_key(rank: Rank, x: Tensor, operator: int, shape: Shape, **place: Any) -> tuple[list[int], Tensor]:
+    """Return key and moment of what `rank` draws for each element of `x`; `place` are arguments of `mask_key`."""
     shape = x.shape if shape is None else shape
     if prod(shape) != x.numel():
-        raise ValueError(f"a dropout's tensor {list(x.shape)} cannot be seen as {list(shape)}")
+        raise ValueError(f"the numbers drawn for {list(x.shape)} cannot be seen as {list(shape)}")
     tensor = rank.group("tensor")
-    key = mask_key(operator, shape, sample=sample, divided=divided, size=tensor.size, index=tensor.index)
+    key = mask_key(operator, shape, size=tensor.size, index=tensor.index, **place)
     return key, rank.randomness.locate(x.device)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from autoptd.runtime.randomness import Randomness, draw_mask, mask_key, philox
+from autoptd.runtime.randomness import DRAWS, Randomness, draw_mask, draw_uniform, mask_key, philox
 from tests.masks import keep_mask
 
 CPU = torch.device("cpu")
@@ -182,3 +183,42 @@ def test_an_operator_number_has_24_bits() -> None:
 
 def test_an_empty_tensor_has_an_empty_mask() -> None:
     assert keep_mask(Randomness(), 0.5, 0, (2, 0), CPU).shape == (2, 0)
+
+
+def draw(state: Randomness, operator: int, *shape: int, **place: Any) -> Tensor:
+    key = mask_key(DRAWS + operator, shape, **place, halves=2)
+    return draw_uniform(key, state.locate(CPU), shape, torch.float64)
+
+
+@pytest.mark.parametrize(("shape", "batch", "divided"), cases())
+def test_a_number_is_that_of_its_words_and_does_not_depend_on_the_cut(
+    shape: tuple[int, ...], batch: int, divided: int
+) -> None:
+    state = Randomness(seed=(5 << 32) + 7, call=2, sample=30)
+    whole = draw(state, 4, *shape, sample=batch)
+    rows = whole.movedim(batch, 0)
+    words = philox([torch.tensor([word]) for word in (0, DRAWS + 4, 30, 2)], (7, 5))
+    first = torch.stack(words).double().flatten()[: rows[0].numel()]
+    assert torch.equal(rows[0].flatten()[:4], (first + 0.5) / 2**32)
+    for size in (2, 3, 12):
+        cut = [
+            draw(state, 4, *part.shape, sample=batch, divided=divided, size=size, index=index)
+            for index, part in enumerate(whole.chunk(size, divided))
+        ]
+        assert torch.equal(torch.cat(cut, divided), whole)
+    alone = [draw(replace(state, sample=30 + row), 4, 1, *rows.shape[1:]) for row in range(len(rows))]
+    assert torch.equal(torch.cat(alone), rows)
+
+
+def test_numbers_are_spread_evenly_and_no_two_tensors_share_them() -> None:
+    states = [
+        Randomness(seed, call, sample) for seed, call, sample in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
+    ]
+    drawn = torch.stack([draw(state, operator, 1, 5000) for state in states for operator in (0, 1)]).flatten()
+    assert len(drawn.unique()) > 0.99999 * len(drawn)
+    counts = torch.histc(drawn, 20, 0, 1) - len(drawn) / 20
+    assert float(counts.abs().max()) < 5 * (len(drawn) / 20) ** 0.5
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        some = draw_uniform(mask_key(DRAWS, (1 << 16,), halves=2), states[0].locate(CPU), (1 << 16,), dtype)
+        assert 0 < float(some.min()) < 0.01
+        assert 0.99 < float(some.max()) < 1

@@ -98,5 +98,5 @@ def test_masks_do_not_depend_on_the_microbatch(way: str) -> None:
 
 
 def test_a_model_for_one_sequence_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="dropout at .* has one mask for all sequences, .* this trace fails"):
+    with pytest.warns(UserWarning, match="the draw at .* is one for all sequences, .* this trace fails"):
         compile_way(Single("one row"), 1)

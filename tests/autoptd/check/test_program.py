@@ -285,7 +285,7 @@ EDITS = [
     (
         "operator=1, divided=1",
         "operator=1",
-        "h0_attn_softmax (program_00.py:N) drops elements of a value that is divided, with divided=None",
+        "h0_attn_softmax (program_00.py:N) draws for a value that is divided, with divided=None",
     ),
     (
         "aten.linear(h0_mlp_gelu,",
