@@ -38,7 +38,8 @@ class Layer(nn.Module):
         return x + self.noise(self, x)
 
     def feed(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        fed: Tensor = self.down(F.gelu(self.up(x)))
+        return fed
 
 
 class Noisy(nn.Module):
@@ -77,7 +78,8 @@ def gumbel(m: Layer, x: Tensor) -> Tensor:
 
 
 def parameters(m: Layer, x: Tensor) -> Tensor:
-    return m.down(F.gelu(F.linear(x, m.up.weight + 0.3 * torch.randn_like(m.up.weight), m.up.bias)))
+    y: Tensor = m.down(F.gelu(F.linear(x, m.up.weight + 0.3 * torch.randn_like(m.up.weight), m.up.bias)))
+    return y
 
 
 def hidden(m: Layer, x: Tensor) -> Tensor:
@@ -85,9 +87,9 @@ def hidden(m: Layer, x: Tensor) -> Tensor:
     up = m.up(x)
     with torch.no_grad():
         times = torch.empty_like(up).exponential_(2.0)
-    return m.down(
-        up * torch.bernoulli(up.sigmoid()) + torch.rand_like(up) + torch.normal(0.0, up.abs()) + times
-    )
+    noise = torch.rand_like(up) + torch.normal(0.0, up.abs()) + times
+    y: Tensor = m.down(up * torch.bernoulli(up.sigmoid()) + noise)
+    return y
 
 
 def shared(m: Layer, x: Tensor) -> Tensor:
