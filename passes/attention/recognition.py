@@ -17,6 +17,7 @@ from autoptd.passes.attention.chain import read_chain
 from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.rewriting import Rewriter
 from autoptd.passes.cost.work import describe_saving
+from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.nodes import argument, called, shape_of, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.passes.operators.table import Trait, has_trait
@@ -52,7 +53,8 @@ def find_attentions(program: Program) -> tuple[Program, tuple[Finding, ...]]:
     findings = [f for node in list(graph.nodes) for f in [_visit(rewriter, node, learned)] if f is not None]
     entry = f"recognize_attention {_describe(findings)}"
     if rewriter.changed:
-        before, stage = stage, rewriter.finish()
+        graph.eliminate_dead_code()
+        before, stage = stage, constants.finish(rename_nodes(graph))
         entry += f"; {describe_saving((before,), (stage,))}"
     return program.replace_stages((stage,), entry, proved=rewriter.proved), tuple(findings)
 

@@ -13,9 +13,8 @@ from autoptd.passes.attention.chain import Chain, read_scale
 from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.masks import Mask, Masks
 from autoptd.passes.attention.products import Factor, Result, Step
-from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, describe, info, shape_of
-from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.ir.program import Program
 from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.operands import HALF
@@ -36,11 +35,6 @@ class Rewriter:
         self.loads: dict[str, fx.Node] = {str(n.target): n for n in graph.nodes if n.op == "get_attr"}
         self.changed = False
         self.proved: frozenset[str] = frozenset()
-
-    def finish(self) -> Stage:
-        """Return the rewritten stage without dead nodes; new operators are named like old ones."""
-        self.graph.eliminate_dead_code()
-        return self.constants.finish(rename_nodes(self.graph))
 
     # The whole chain
 

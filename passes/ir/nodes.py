@@ -262,12 +262,10 @@ class Propagation:
                 self.known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
         return self.known[key]
 
-    def write(
-        self, place: fx.Node, target: Any, args: Any, kwargs: Any, like: fx.Node, **about: Any
-    ) -> fx.Node:
-        """Write a call before `place`, with the facts of `like` but for those in `about`."""
-        with place.graph.inserting_before(place):
-            made = place.graph.call_function(target, args, dict(kwargs))
+    def write(self, at: fx.Node, target: Any, args: Any, kwargs: Any, like: fx.Node, **about: Any) -> fx.Node:
+        """Write a call before the node `at`, with the facts of `like` but for those in `about`."""
+        with at.graph.inserting_before(at):
+            made = at.graph.call_function(target, args, dict(kwargs))
         describe(made, self.run(made), info(like), **about)
         return made
 

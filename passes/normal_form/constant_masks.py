@@ -50,13 +50,13 @@ class MaskJudge:
         for start in range(0, shape[-2], rows):
             yield start, self._rows(mask, start, min(rows, shape[-2] - start))
 
-    def _rows(self, node: fx.Node, start: int, count: int) -> Tensor | None:
+    def _rows(self, node: fx.Node, start: int, count: int) -> Any:
         """Return rows ``start .. start + count - 1`` of dimension -2, or None if they cannot be computed."""
         val = node.meta["val"]
         if not isinstance(val, Tensor):
             return None
         if val.numel() <= _BLOCK:
-            whole: Tensor | None = self.value(node)
+            whole = self.value(node)
             if whole is None:
                 return None
             return whole.narrow(-2, start, count) if whole.dim() > 1 and whole.shape[-2] > 1 else whole
@@ -65,8 +65,7 @@ class MaskJudge:
             return None if source is None else source.expand(*val.shape[:-2], count, val.shape[-1])
         if has_trait(node, Trait.FILLS):
             shape = [*val.shape[:-2], count, val.shape[-1]]
-            made: Tensor = node.target(shape, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-            return made
+            return node.target(shape, *node.args[1:], **node.kwargs)  # type: ignore[operator]
         if node.target in (aten.tril.default, aten.triu.default):
             source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
             diagonal: Any = node.args[1] if len(node.args) > 1 else 0
@@ -79,8 +78,7 @@ class MaskJudge:
         if any(value is None for value in rows.values()):
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), rows.__getitem__)
-        result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-        return result
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def value(self, node: fx.Node) -> Any:
         """Return the value of a constant; None if it needs a buffer without data."""

@@ -126,9 +126,7 @@ class Writer:
         self.rank = self.graph.placeholder("rank")
         describe(self.rank, None, NodeInfo(role="rank"))
 
-    def emit(
-        self, target: Any, args: tuple[Any, ...], meta: Mapping[str, Any], kwargs: Any = None
-    ) -> fx.Node:
+    def emit(self, target: Any, args: Any, meta: Mapping[str, Any], kwargs: Any = None) -> fx.Node:
         """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
         node = self.graph.call_function(target, args, dict(kwargs or {}))
         node.meta = dict(meta)
