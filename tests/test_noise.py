@@ -164,6 +164,23 @@ def test_steps_draw_anew_and_the_second_forward_draws_the_same(noise: Noise) -> 
         torch.testing.assert_close(again[name], value, rtol=1e-12, atol=1e-12)
 
 
+def test_noise_in_training_alone_is_warned_of_as_evaluation_draws_too() -> None:
+    def jitter_in_training(m: Layer, x: Tensor) -> Tensor:
+        return jitter(m, x) if m.training else m.feed(x)
+
+    with pytest.warns(UserWarning, match="in evaluation the model computes something else.*with its noise"):
+        program = compile_noise(jitter_in_training)
+    batch = {name: torch.ones(SEQUENCES, LENGTH, dtype=torch.long) for name in ("idx", "targets")}
+
+    def evaluate(connection: Connection) -> list[float]:
+        parallel = bind_thread(program, connection).eval()
+        with torch.no_grad():
+            return [float(parallel(**batch)) for _ in range(2)]
+
+    one, other = run_threads(program.manifest, evaluate)[0]
+    assert one == other
+
+
 def test_verify_finds_numbers_of_another_operator() -> None:
     program = compile_noise(neftune)
     program = edit_text(program, "operator=0", "operator=1")

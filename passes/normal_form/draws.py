@@ -31,10 +31,6 @@ def _normal(apply: Apply, u: Any, given: Given) -> Any:
     return _stretch(apply, standard, given.get("std", 1), given.get("mean", 0))
 
 
-def _exponential(apply: Apply, u: Any, given: Given) -> Any:
-    return _stretch(apply, apply(aten.log.default, u), -1 / given["lambd"], 0)
-
-
 def _bernoulli(apply: Apply, u: Any, given: Given) -> Any:
     p = given.get("p", given["self"])
     return apply(aten.lt.Scalar if isinstance(p, (int, float)) else aten.lt.Tensor, u, p)
@@ -49,7 +45,9 @@ _DISTRIBUTIONS: Mapping[str, Callable[[Apply, Any, Given], Any]] = {
     **dict.fromkeys(("uniform", "rand", "rand_like"), _uniform),
     **dict.fromkeys(("normal", "randn", "randn_like"), _normal),
     **dict.fromkeys(("randint", "randint_like"), _integers),
-    "exponential": _exponential,
+    "exponential": lambda apply, u, given: _stretch(
+        apply, apply(aten.log.default, u), -1 / given["lambd"], 0
+    ),
     "bernoulli": _bernoulli,
 }
 

@@ -232,8 +232,10 @@ def _feature_dropout(call: Call) -> fx.Node | None:
     return call.emit(aten.mul.Tensor, call.source, mask)
 
 
-def _draw(call: Call) -> fx.Node:
+def _draw(call: Call) -> fx.Node | None:
     """Write a draw as arithmetic on keyed numbers, for each element of an argument of its shape, else of zeros."""
+    if call.val.is_complex():
+        return None
 
     def uniform(dtype: torch.dtype) -> fx.Node:
         shape = call.val.shape

@@ -661,6 +661,10 @@ class Refused(nn.Module):
             r"bag \(test_export\.py:\d+\): an embedding bag .* an embedding and the mean",
         ),
         (
+            Refused(lambda _, x: x + torch.randn_like(x, dtype=torch.complex64).real),
+            r"test_export\.py:\d+\): aten\.randn_like\.default draws random numbers",
+        ),
+        (
             Refused(lambda _, x: x[:, torch.randperm(x.shape[1])]),
             r"test_export\.py:\d+\): aten\.randperm\.default draws random numbers .* draw with dropout, rand",
         ),
@@ -677,7 +681,8 @@ class Refused(nn.Module):
         "data",
         "recurrent layer",
         "embedding bag",
-        "numbers in place",
+        "complex numbers",
+        "a permutation",
         "vmap",
     ],
 )
