@@ -56,6 +56,7 @@ def compile(
     fuse: bool = True,
     layout: str = "sbh",
     rules: Mapping[Any, str] | None = None,
+    device: str | torch.device | None = None,
     seed: int = 0,
     initializer: Callable[[nn.Module], object] | None = None,
     world_size: int | None = None,
@@ -85,6 +86,8 @@ def compile(
         fuse: join chains of memory-bound operators into one kernel each (SC21 §4.2; passes/fusion/rules.py).
         layout: "sbh" holds activations [s, b, h] where that copies no more memory (SC21 §4.2), "bsh" as the user does.
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (see `text_rule`).
+        device: the type of device that forward sees, which this machine may lack: a model that asks for it takes the
+            branches of "cuda". Default that of the model's tensors, the CPU for the meta device.
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
         world_size, global_batch: devices, and sequences a step, for mesh="auto".
@@ -98,7 +101,13 @@ def compile(
     needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
     options.check_planned(mesh, needed, num_microbatches)
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
-    given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
+    given |= {
+        "scatter_gather": scatter_gather,
+        "fuse": fuse,
+        "layout": layout,
+        "rules": rules,
+        "device": device,
+    }
     given |= {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
     options.check_outputs(outputs)
     own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster, "outputs": outputs}
@@ -124,6 +133,7 @@ def _compile(
     fuse: bool,
     layout: str,
     rules: Mapping[Any, str] | None,
+    device: str | torch.device | None,
     num_microbatches: int | None,
     cluster: Cluster | str | Path | None,
     **job: Any,
@@ -133,7 +143,7 @@ def _compile(
     Further input shapes are divided and cut where the first one is.
     """
     known, name = options.read_mesh(mesh), "interleaved_1f1b" if schedule is None else schedule
-    chosen = Options("none" if recompute is None else recompute, fuse, layout, rules)
+    chosen = Options("none" if recompute is None else recompute, fuse, layout, rules, device)
     options.check_modes(schedule=name, recompute=chosen.recompute, layout=layout)
     options.check_flags(fuse=fuse, scatter_gather=job["scatter_gather"])
     counts = {"num_microbatches": num_microbatches, "num_model_chunks": job["num_model_chunks"]}
@@ -189,12 +199,13 @@ class _Job:
         """Capture the model at the shape of `example` and divide it over the tensor ranks, as `first` was."""
         self.say("capture")
         given: Any = {"example_inputs": example, "microbatch_size": microbatch_size, "loss_fn": self.loss_fn}
+        given["device"] = self.options.device
         captured = capture(self.model, mesh=self.mesh, outputs=self.outputs, **given)
         captured = captured if first is None else input_shapes.guess_batch(captured, first)
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
             program = run_passes(select_passes(self.options, "arrange"), program, self.say, keep_text)
-            program = mark_expanded(program, self.options.layout, self.model, self.loss_fn)
+            program = mark_expanded(program, self.options, self.model, self.loss_fn)
             program = replace(program, model_flops=count_flops(program.stages[0]))
             program = run_passes(select_passes(self.options, "divide"), program, self.say, keep_text)
         return program if first is None else input_shapes.keep_whole(program, first)

@@ -41,6 +41,7 @@ def describe_program(
         proved={name: hash_values(values, dtype) for name, values, dtype in used},
         scales_loss=any(getattr(value, "dtype", None) is torch.float16 for value in values),
         autocast=None if program.autocast is None else program.autocast.dtype,
+        device=program.device,
         **job,
     )
 

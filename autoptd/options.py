@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.passes.recompute import MODES
@@ -24,6 +25,7 @@ class Options:
     fuse: bool = True
     layout: str = "sbh"
     rules: Mapping[Any, str] | None = None
+    device: str | torch.device | None = None
 
 
 def read_mesh(mesh: object) -> Mesh:

@@ -21,7 +21,7 @@ from autoptd.runtime.program.tagged_json import decode_value
 from autoptd.runtime.user_warnings import warn_caller
 
 
-def mark_expanded(program: Program, layout: str, model: nn.Module, loss_fn: LossFunction) -> Program:
+def mark_expanded(program: Program, options: Options, model: nn.Module, loss_fn: LossFunction) -> Program:
     """Mark the dropouts and draws of the undivided, one-sequence `program` that would draw twice for a batch of two.
 
     These act on positions expanded to the batch, or on constants with its size. Positions shared by all sequences,
@@ -36,9 +36,10 @@ def mark_expanded(program: Program, layout: str, model: nn.Module, loss_fn: Loss
         inputs[i.name] = torch.empty(shape, dtype=i.dtype, device="meta")
     try:
         with warnings.catch_warnings(action="ignore"):  # the batch of one was warned of
-            two = capture(model, mesh=program.mesh, example_inputs=inputs, loss_fn=loss_fn, microbatch_size=2)
+            given: Any = {"example_inputs": inputs, "loss_fn": loss_fn, "microbatch_size": 2}
+            two = capture(model, mesh=program.mesh, device=options.device, **given)
             with leave_autocast():
-                for _, step in select_passes(Options(layout=layout), "arrange"):
+                for _, step in select_passes(options, "arrange"):
                     two = step(two)
     except (TypeError, ValueError) as error:
         place = where(next(iter(found.values())))

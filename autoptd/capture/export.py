@@ -23,11 +23,13 @@ from autoptd.capture.custom_autograd import FunctionError, Functions, write_func
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import ExampleInputs, read_examples
 from autoptd.capture.fake_module import copy_structure, make_mode, make_twin, run_without_data
+from autoptd.capture.flex_attention import FlexError
 from autoptd.capture.objective import Objective
 from autoptd.capture.results import LossError, LossFunction, Outputs
 from autoptd.capture.side_effects import NUMBERS, SideEffectError, keeping_attributes, refuse_hooks
 from autoptd.capture.source_lines import short_line
 from autoptd.capture.trace_errors import describe_error, explain, find_way
+from autoptd.capture.traced_device import find_device
 from autoptd.passes.ir.nodes import NodeInfo, aten_name, describe, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime.module.parallel import Parallel
@@ -47,6 +49,7 @@ def capture(
     loss_fn: LossFunction = None,
     microbatch_size: int | None = None,
     outputs: Outputs = (),
+    device: str | torch.device | None = None,
 ) -> Program:
     """Trace `model` and its loss into a Program of one stage, for one microbatch; `model` is left unchanged.
 
@@ -67,7 +70,8 @@ def capture(
     with mode:
         values = tuple(torch.empty(i.shape, dtype=i.dtype) for i in examples.inputs)
     loss_twin = copy_structure(loss_fn, twin_of) if isinstance(loss_fn, nn.Module) else loss_fn
-    objective = Objective(copy_structure(model, twin_of), examples, loss_twin, buffers, outputs)
+    seen = find_device(model, device)
+    objective = Objective(copy_structure(model, twin_of), examples, loss_twin, buffers, outputs, seen)
     autocast = read_autocast(model)
     functions = Functions(autocast)
 
@@ -83,7 +87,7 @@ def capture(
         try:
             with keeping_attributes(objective):
                 exported = _export(objective, values, functions)
-        except (LossError, FunctionError, SideEffectError):
+        except (FlexError, LossError, FunctionError, SideEffectError):
             raise
         except Exception as error:
             raise ValueError(explain(error, objective, run)) from error
@@ -102,7 +106,7 @@ def capture(
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
     read = (name.removeprefix("captured.") for name in objective.known.read)
     proved = frozenset(tensors.aliases.get(name, name) for name in read)
-    return Program(mesh, (stage,), *known, proved, autocast=autocast, fixed=examples.fixed)
+    return Program(mesh, (stage,), *known, proved, autocast=autocast, fixed=examples.fixed, device=seen)
 
 
 def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -11,9 +11,11 @@ from torch import Tensor, fx, nn
 from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
+from autoptd.capture.flex_attention import write_flex_attention
 from autoptd.capture.known_values import KnownValues
 from autoptd.capture.results import LossError, LossFunction, Outputs, find_loss, find_outputs, is_loss
 from autoptd.capture.side_effects import judge_left, refuse_side_effects
+from autoptd.capture.traced_device import seem_on
 from autoptd.runtime.program.manifest import Output
 
 
@@ -32,6 +34,7 @@ class Objective(nn.Module):
     """A module that calls `model` with the inputs of `examples` and returns the scalar loss; `result` is the rest.
 
     `buffers` are those that a trace may read (see `KnownValues`). With `wanted` outputs it returns the loss and these.
+    Forward sees its tensors on the `device`.
     """
 
     def __init__(
@@ -41,12 +44,13 @@ class Objective(nn.Module):
         loss_fn: LossFunction,
         buffers: Mapping[str, Tensor] | None = None,
         wanted: Outputs = (),
+        device: str = "cpu",
     ) -> None:
         super().__init__()
         self.captured = model
         self.inputs = examples.inputs
         self.constants = dict(examples.constants)
-        self.loss_fn, self.wanted = loss_fn, wanted
+        self.loss_fn, self.wanted, self.device = loss_fn, wanted, device
         self.targets = frozenset(examples.targets)
         self.result = Result()
         self.known = KnownValues(self, buffers or {})
@@ -86,8 +90,9 @@ class Objective(nn.Module):
         """Return the loss as `forward` does, without what only a trace asks for."""
         given = {**self.constants, **dict(zip((i.name for i in self.inputs), values, strict=True))}
         targets = {name: given.pop(name) for name in [*given] if name in self.targets}
-        result = _call(self.captured, given)
-        loss, output = find_loss(result, self.loss_fn, targets, self.wanted)
+        with write_flex_attention(), seem_on(self.device):
+            result = _call(self.captured, given)
+            loss, output = find_loss(result, self.loss_fn, targets, self.wanted)
         self.result.output, self.result.outputs = output, find_outputs(result, output, self.wanted)
         return loss
 

@@ -18,6 +18,8 @@ def explain(error: Exception, objective: Objective, run: Callable[[], object]) -
     """
     unknown = isinstance(error, DataDependentError)
     place, found = describe_error(error.__cause__ or error if unknown else error, objective.captured)
+    wants = "cuda" in found.lower() and objective.device == "cpu"
+    way = ', or trace it as on a card, with device="cuda"' if wants else ""
     if unknown:
         return (
             f"{place}: control flow depends on a tensor's values, which one traced program cannot follow ({found}). "
@@ -32,9 +34,10 @@ def explain(error: Exception, objective: Objective, run: Callable[[], object]) -
         own = not re.search("torch|meta|fake|subclass|storage", f"{type(plain).__module__} {plain}".lower())
         if own and type(plain) is type(error):
             given = ", ".join(f"{i.name} {list(i.shape)} of {i.dtype}" for i in objective.inputs)
-            return f"{place}: the model itself raises {found} with these inputs: {given}. Make it run with them first"
-    way = "Write that call with torch operators, or move it out of forward"
-    return f"{place}: the model cannot be traced ({found}). {way}"
+            said = f"{place}: the model itself raises {found} with these inputs: {given}"
+            return f"{said}. Make it run with them first{way}"
+    written = f"Write that call with torch operators, or move it out of forward{way}"
+    return f"{place}: the model cannot be traced ({found}). {written}"
 
 
 def find_way(model: nn.Module) -> str:

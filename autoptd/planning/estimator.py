@@ -238,7 +238,8 @@ class Estimator:
         return self._programs[make.__name__, *key]
 
     def _capture(self, microbatch_size: int | None) -> Program:
-        return capture(self._short[0], mesh=Mesh(1, 1, 1), microbatch_size=microbatch_size, **self._given)
+        given: Any = {**self._given, "microbatch_size": microbatch_size, "device": self._options.device}
+        return capture(self._short[0], mesh=Mesh(1, 1, 1), **given)
 
     def _arrange(self, divides: bool, microbatch_size: int | None) -> Program:
         """Arrange the model for any number of tensor ranks above one, or for a single one, which has its own layout."""

@@ -53,6 +53,7 @@ def plan(
     fuse: bool = True,
     layout: str = "sbh",
     rules: Mapping[Any, str] | None = None,
+    device: str | torch.device | None = None,
     overlap: bool = True,
     zero: int = 0,
     wide_gradients: bool = True,
@@ -96,7 +97,8 @@ def plan(
     )
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn}
-    given |= {"scatter_gather": scatter_gather, "options": Options(fuse=fuse, layout=layout, rules=rules)}
+    options = Options(fuse=fuse, layout=layout, rules=rules, device=device)
+    given |= {"scatter_gather": scatter_gather, "options": options}
     training = Training(overlap, zero, wide_gradients)
     estimator = Estimator(model, described, world_size, dtype, training, **given)
     size = microbatch_size or estimator.example_size

@@ -42,7 +42,8 @@ def run_plain(
     """
     examples = replace(read_examples(model, make_example(manifest), loss_fn, None), inputs=manifest.inputs)
     paths = (result.path for stage in manifest.stages for result in stage.outputs)
-    objective = Objective(model, examples, loss_fn, wanted=tuple(dict.fromkeys(p[0] for p in paths)))
+    wanted = tuple(dict.fromkeys(path[0] for path in paths))
+    objective = Objective(model, examples, loss_fn, wanted=wanted, device=manifest.device)
     leaves = {}
     for name, parameter in manifest.parameters.items():
         if parameter.kind != "constant" and name in tensors:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoptd.passes.attention.chain import read_scale
 from autoptd.passes.attention.constants import Constants
-from autoptd.passes.attention.products import Step
+from autoptd.passes.attention.products import Step, call_name, read_scores
 from autoptd.passes.ir.nodes import called
 from autoptd.passes.normal_form.constant_masks import buffers_under
 from autoptd.passes.operators.table import Trait, has_trait
@@ -92,13 +93,13 @@ class Masks:
         assert first.mask is not None
         if first.mask.meta["val"].dtype != dtype:
             return _wider(first.mask, dtype)
-        proved = self._bound(first.mask)
+        proved = self.bound(first.mask)
         if proved is None:
             return "the batch may leave a query no key, by -inf"
         doubt = "the batch may leave a query no key"
         return Mask("kept", "from the batch", doubt, given=first.mask, proved=proved)
 
-    def _bound(self, node: Any) -> frozenset[str] | None:
+    def bound(self, node: Any) -> frozenset[str] | None:
         """Return the user's buffers that keep a floating value finite for every batch; None if it may not be."""
         number = self.constants.number(node)
         if number is not None:
@@ -107,16 +108,20 @@ class Masks:
         if source is not None:
             content = self._read(source)
             return buffers_under(source) if content is not None and content.finite else None
-        if not isinstance(node, fx.Node) or node.op != "call_function":
+        if not isinstance(node, fx.Node) or node.op == "placeholder":
             return None
-        if has_trait(node, Trait.VIEWS):
-            return self._bound(node.args[0])
-        if node.target in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
-            first, second = map(self._bound, node.args[1:])
-        elif node.target is aten.masked_fill.Scalar:
-            first, second = self._bound(node.args[0]), self._bound(node.args[2])
-        else:
+        name = call_name(node)
+        if node.op == "get_attr" or name == "aten.tanh" or read_scores(node) is not None:
+            return frozenset()  # parameters, and what is computed from them, are taken to be finite
+        if has_trait(node, Trait.VIEWS) or name == "aten.index":
+            return self.bound(node.args[0])
+        pairs = {"aten.where": node.args[1:3], "aten.masked_fill": node.args[:3:2]}
+        pairs |= dict.fromkeys(("aten.add", "aten.mul"), node.args[:2])
+        if (step := read_scale(node, self.constants.number)) is not None:
+            return self.bound(step.source)
+        if name not in pairs:
             return None
+        first, second = map(self.bound, pairs[name])
         return None if first is None or second is None else first | second
 
     def _merge(self, masks: tuple[Step, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Mask | str:

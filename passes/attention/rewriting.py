@@ -169,6 +169,12 @@ class Rewriter:
             mask = self.masks.combine(steps, shape_of(scores), dtype)
             if isinstance(mask, str):
                 continue
+            if chain.softmax.target is aten._safe_softmax.default:
+                finite = self.masks.bound(scores)
+                if mask.doubt or finite is None:
+                    reason = mask.doubt or reason
+                    continue
+                mask = replace(mask, proved=mask.proved | finite)
             if dropout is None and all(step.kind == "cast" for step in steps):
                 break  # nothing to fuse
             self._write_softmax(chain, scores, steps, mask)

@@ -16,8 +16,9 @@ from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.class_path import find_class
 
 # Operators that work element by element, though torch does not say so; the last where they keep the shape.
-_COPIES = {"_to_copy", "copy_"}
+_COPIES = {"_to_copy", "copy_", "floor_divide", "where"}
 _FACTORIES = {"empty_like", "full", "full_like", "ones_like", "scalar_tensor", "zeros_like"}
+_FACTORIES |= {"new_full", "new_ones", "new_zeros"}
 _LOOKS = {"_unsafe_view", "alias", "detach", "expand", "view"}
 
 
@@ -38,7 +39,7 @@ class Operation(NamedTuple):
         return kept or name in _COPIES | _FACTORIES or torch.Tag.pointwise in self.operator.tags
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[Operation] = []
@@ -58,14 +59,14 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def run_forward(function: AutogradFunction, args: Iterable[Any]) -> tuple[Any, list[Operation]]:
     """Return the results of a call on the meta device, and the operations of its forward."""
-    with _Operations() as operations:
+    with Operations() as operations:
         return function.run(*args), operations.made
 
 
 def run_backward(results: Any, args: Any) -> tuple[list[Operation], Exception | None]:
     """Return the operations of the backward of a call on the meta device, and the error where it needs data."""
     wanted, made = ([x for x in tensors_in(own) if x.requires_grad] for own in (args, results))
-    with _Operations() as operations:
+    with Operations() as operations:
         try:
             if made:
                 torch.autograd.grad(made, wanted, [torch.empty_like(x) for x in made], allow_unused=True)

@@ -40,7 +40,7 @@ class Program:
     the meta device are absent. `proved` are the user's buffers whose values a pass decided by, so that the program
     holds for these values only. `symbols` names the model's dimensions (a `DimensionSymbols` of tensor_parallel,
     or None). `uninitialized` says why nobody knows how the weights begin, where they have none. `autocast` is the
-    context around `compile`. `model_flops`, `fixed` and `rules` as in the manifest.
+    context around `compile`. `model_flops`, `fixed`, `rules` and `device` as in the manifest.
     """
 
     mesh: Mesh
@@ -57,6 +57,7 @@ class Program:
     autocast: Autocast | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
 
     def replace_stages(
         self, stages: tuple[Stage, ...], entry: str, *, proved: frozenset[str] = frozenset()

@@ -123,6 +123,7 @@ RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), _REDUCTION),
     aten.min: replace(_REDUCTION, order=None),
     aten.cumsum: _CUMSUM,
+    aten._safe_softmax: replace(_CUMSUM, keeps="result"),
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), _NORM),
     **dict.fromkeys((aten.roll, aten.flip), _over(_moved_dims, "moves along it")),
 }

@@ -114,7 +114,8 @@ class Manifest:
     positions stand for: those of the model's own forward, captured or not, then loss_fn's targets; empty: `inputs`.
     `uninitialized` says why the weights of a model on the meta device must be given; empty where they can be drawn.
     With `scales_loss` something is computed in float16, whose range gradients need scaling for. `autocast` is the dtype
-    of the autocast that was on around compile, whose casts the programs have. `model_flops` are those of one
+    of the autocast that was on around compile, whose casts the programs have; `device` the type of device that the
+    model's forward saw. `model_flops` are those of one
     microbatch's products in the plain model, forward and backward: on any mesh the same. Of a model compiled for
     several input shapes, `shape` is the number of this one, and the first knows their number `num_shapes`. `fixed` are
     the arguments that are no tensors, and their values as `encode_value` gives them. `proved` are the buffers whose
@@ -143,6 +144,7 @@ class Manifest:
     proved: Mapping[str, str] = field(default_factory=dict)
     scales_loss: bool = False
     autocast: torch.dtype | None = None
+    device: str = "cpu"
     model_flops: int = 0
     shape: int = 0
     num_shapes: int = 1

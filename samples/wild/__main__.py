@@ -18,10 +18,10 @@ import torch
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.work import forward_work
-from samples.wild import blocks, habits, losses
+from samples.wild import blocks, flex, habits, losses
 from samples.wild.decoder import Case, make_inputs
 
-CASES = (*losses.CASES, *blocks.CASES, *habits.CASES)
+CASES = (*losses.CASES, *blocks.CASES, *flex.CASES, *habits.CASES)
 PAGE = Path(__file__).with_name("README.md")
 
 
