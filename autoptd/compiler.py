@@ -101,15 +101,10 @@ def compile(
     needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
     options.check_planned(mesh, needed, num_microbatches)
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
-    given |= {
-        "scatter_gather": scatter_gather,
-        "fuse": fuse,
-        "layout": layout,
-        "rules": rules,
-        "device": device,
-    }
+    given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
     given |= {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
     options.check_outputs(outputs)
+    given["device"] = device
     own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster, "outputs": outputs}
     if isinstance(mesh, str) and mesh == "auto":
         plans = plan(model, **needed, **given)

@@ -21,10 +21,7 @@ from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.nodes import argument, called, shape_of, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.passes.operators.table import Trait, has_trait
-from autoptd.runtime import aten, kernels
-
-# The second has no weights, instead of nan, for a query that sees no key.
-SOFTMAXES = (aten.softmax.int, aten._safe_softmax.default)
+from autoptd.runtime import kernels
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding 
         return Finding("sdpa", words, "", where(node))
     if node.target is kernels.scaled_softmax:
         return Finding("softmax", rewriter.drop_mask(node), "of dropout", where(node))
-    if node.target not in SOFTMAXES:
+    if not has_trait(node, Trait.SOFTMAX):
         return None
     chain = read_chain(node, rewriter.constants.number, learned)
     if isinstance(chain.product, str) and isinstance(chain.result, str):

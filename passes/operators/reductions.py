@@ -123,7 +123,8 @@ RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), _REDUCTION),
     aten.min: replace(_REDUCTION, order=None),
     aten.cumsum: _CUMSUM,
-    aten._safe_softmax: replace(_CUMSUM, keeps="result"),
+    # No weights, instead of nan, for a query that sees no key.
+    aten._safe_softmax: replace(_CUMSUM, keeps="result", traits=Trait.SOFTMAX),
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), _NORM),
     **dict.fromkeys((aten.roll, aten.flip), _over(_moved_dims, "moves along it")),
 }
