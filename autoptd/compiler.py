@@ -77,8 +77,7 @@ def compile(
         loss_fn: ``loss_fn(output, **targets)``; its further arguments become batch inputs.
         outputs: fields of what the model returns that a call returns besides the loss; True: all that hold tensors.
             With `loss_fn` a call returns the loss, and what the model returns.
-        microbatch_size: b, sequences; default the example's, else 1.
-        num_microbatches: m per pipeline and step; default 8 p. A step takes b * m * d sequences.
+        microbatch_size: b, default the example's, else 1; num_microbatches: m, default 8 p. A step takes b * m * d.
         schedule: "gpipe", "1f1b" or "interleaved_1f1b" (SC21 §2.2), the default.
         num_model_chunks: v stages per pipeline rank; default 2 where p > 1 and the model allows it, else 1.
         scatter_gather: send 1/t of a replicated boundary tensor per tensor rank, all-gather on arrival (SC21 §4.1).
@@ -86,8 +85,7 @@ def compile(
         fuse: join chains of memory-bound operators into one kernel each (SC21 §4.2; passes/fusion/rules.py).
         layout: "sbh" holds activations [s, b, h] where that copies no more memory (SC21 §4.2), "bsh" as the user does.
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (see `text_rule`).
-        device: the type of device that forward sees, which this machine may lack: a model that asks for it takes the
-            branches of "cuda". Default that of the model's tensors, the CPU for the meta device.
+        device: the type that forward sees, as "cuda", on any machine; default that of the weights, of meta ones the CPU.
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
         world_size, global_batch: devices, and sequences a step, for mesh="auto".
@@ -100,11 +98,10 @@ def compile(
     options.check_seed(seed)
     needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
     options.check_planned(mesh, needed, num_microbatches)
-    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "microbatch_size": microbatch_size}
-    given |= {"scatter_gather": scatter_gather, "fuse": fuse, "layout": layout, "rules": rules}
-    given |= {"schedule": schedule, "num_model_chunks": num_model_chunks, "recompute": recompute}
+    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "num_model_chunks": num_model_chunks}
+    given |= {"microbatch_size": microbatch_size, "scatter_gather": scatter_gather, "device": device}
+    given |= {"fuse": fuse, "layout": layout, "rules": rules, "schedule": schedule, "recompute": recompute}
     options.check_outputs(outputs)
-    given["device"] = device
     own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster, "outputs": outputs}
     if isinstance(mesh, str) and mesh == "auto":
         plans = plan(model, **needed, **given)

@@ -125,7 +125,7 @@ class _AllAtOnce(TorchFunctionMode):
         if func is Tensor.__getitem__:
             return self._index(*args)
         with _disable_current_modes():
-            scalars, named = tree_map_only(Tensor, self._make_scalar, (args, options))
+            scalars, named = tree_map_only((Tensor, torch.device), self._make_scalar, (args, options))
             with Operations() as operations:
                 result = func(*scalars, **named)
         if not isinstance(result, Tensor):
@@ -136,7 +136,9 @@ class _AllAtOnce(TorchFunctionMode):
         self._varying[id(made)] = made
         return made
 
-    def _make_scalar(self, x: Tensor) -> Tensor:
+    def _make_scalar(self, x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return torch.device("meta")
         return torch.empty(() if id(x) in self._varying else x.shape, dtype=x.dtype, device="meta")
 
     def _index(self, source: Tensor, index: Any) -> Tensor:
