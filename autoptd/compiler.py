@@ -85,7 +85,7 @@ def compile(
         fuse: join chains of memory-bound operators into one kernel each (SC21 §4.2; passes/fusion/rules.py).
         layout: "sbh" holds activations [s, b, h] where that copies no more memory (SC21 §4.2), "bsh" as the user does.
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (see `text_rule`).
-        device: the type that forward sees, as "cuda", on any machine; default that of the weights, of meta ones the CPU.
+        device: the type that forward sees, as "cuda", on any machine; default that of the weights, for meta "cpu".
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
         world_size, global_batch: devices, and sequences a step, for mesh="auto".
