@@ -50,7 +50,7 @@ def mark_expanded(program: Program, options: Options, model: nn.Module, loss_fn:
         )
         return program
     sizes = {number: node.meta["val"].numel() for number, node in _list_draws(two).items()}
-    own = {number for number, node in found.items() if sizes.get(number) == 2 * node.meta["val"].numel()}
+    own = {number for number, node in found.items() if sizes.get(number) != node.meta["val"].numel()}
     (stage,) = program.stages
     graph = copy_graph(stage.graph)
     for node in graph.nodes:

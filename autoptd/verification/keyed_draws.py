@@ -52,12 +52,10 @@ class KeyedDraws(TorchDispatchMode):
         own = list(shape if viewed is None else viewed)
         if viewed is not None and divided is not None:
             own[divided] *= self._tensor
-        if sample is not None:
-            own[sample] = own[sample] if viewed is not None else own[sample] // len(self._first)
+        if viewed is None and sample is not None:
+            own[sample] //= len(self._first)
         key = mask_key(DRAWS + number, own, sample=sample, halves=2)
         cpu = torch.device("cpu")
-        rows = self._first if sample is not None else (0,)
-        parts = [
-            draw_uniform(key, Randomness(self._seed, sample=row).locate(cpu), own, dtype) for row in rows
-        ]
+        moments = [Randomness(self._seed, sample=first).locate(cpu) for first in self._first]
+        parts = [draw_uniform(key, moment, own, dtype) for moment in moments]
         return (torch.cat(parts, sample) if sample is not None else parts[0]).reshape(shape)

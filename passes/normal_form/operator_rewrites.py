@@ -239,9 +239,8 @@ def _draw(call: Call) -> fx.Node | None:
 
     def uniform(dtype: torch.dtype) -> fx.Node:
         shape = call.val.shape
-        like: Any = next((x for x in nodes_in(call.args) if shape_of(x) == shape), None)
-        if like is None:
-            like = call.fill(aten.zeros.default, shape, dtype)
+        likes = (x for x in nodes_in(call.args) if shape_of(x) == shape)
+        like: Any = next(likes, None) or call.fill(aten.zeros.default, shape, dtype)
         while like.target is aten.zeros_like.default:
             like = like.args[0]
         like = like if like.meta["val"].dtype == dtype else call.derive(aten.to.dtype, like, dtype)
@@ -251,12 +250,10 @@ def _draw(call: Call) -> fx.Node | None:
     for name in ("mean", "std"):  # no gradient reaches them, as in torch
         if given.get(name) in call.writer.trained:
             given[name] = call.derive(aten.detach.default, given[name])
-    drawn = write_draw(call.node.target, given, call.val.dtype, uniform, call.derive)
-    return (
-        drawn
-        if drawn.meta["val"].dtype == call.val.dtype
-        else call.emit(aten.to.dtype, drawn, call.val.dtype)
-    )
+    drawn: fx.Node = write_draw(call.node.target, given, call.val.dtype, uniform, call.derive)
+    if drawn.meta["val"].dtype != call.val.dtype:
+        drawn = call.emit(aten.to.dtype, drawn, call.val.dtype)
+    return drawn
 
 
 def _attention(call: Call) -> fx.Node | None:
