@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import as_results, results_of
+from autoptd.passes.ir.nodes import results_of
 from autoptd.passes.ir.program import Program
 from autoptd.passes.layout.copies import Strides, find_copies
 from autoptd.passes.layout.packed_projections import unpack_projections
-from autoptd.passes.operators.layout import BATCH, SEQUENCE, DimOrder, LayoutWriter, plain_order
+from autoptd.passes.operators.layout import LayoutWriter
 from autoptd.passes.operators.pointwise import elementwise_order
 from autoptd.passes.operators.table import rules_of
 from autoptd.passes.tensor_parallel.analysis import find_axes
@@ -34,20 +34,21 @@ def rewrite_layout(program: Program) -> Program:
     nothing is gained. Same numbers but for the order in which rows are added up.
     """
     (stage,) = program.stages
-    inputs, _ = find_batch(program.inputs, find_axes(stage, 1, rules={}))
+    # Of one sequence, all heads are even steps apart.
+    several = any(len(i.shape) == 2 and min(i.shape) > 1 for i in program.inputs)
+    source = unpack_projections(stage.graph, program.mesh) if several else stage.graph
+    axis_map = find_axes(replace(stage, graph=source), 1, rules={})
+    inputs, _ = find_batch(program.inputs, axis_map)
     numbers = [i for i in inputs if len(i.shape) == 2 and not i.dtype.is_floating_point]
-    tokens = {i.name: i.shape for i in numbers if i.batch_dim is not None}
+    tokens = {i.name for i in numbers if i.batch_dim is not None}
     if any(i.batch_dim for i in inputs if i.name in tokens):
         return _leave(program, "it is [s, b, h] already")
     if not tokens:
         return _leave(program, "no input holds token numbers [b, s]")
     if any(node.target is aten.as_strided.default for node in stage.graph.nodes):
         return _leave(program, "as_strided reads its memory as it is")
-    # Of one sequence, all heads are even steps apart.
-    several = any(min(shape) > 1 for shape in tokens.values())
-    source = unpack_projections(stage.graph, program.mesh) if several else stage.graph
     strides = Strides(program.mesh)
-    writer = LayoutWriter(source, strides.visit, tokens)
+    writer = LayoutWriter(source, strides.visit, axis_map, tokens)
     graph = _run(writer)
     if not writer.exchanged:
         return _leave(program, "no activation is [b, s, h]")
@@ -91,13 +92,13 @@ def _enter(writer: LayoutWriter, node: fx.Node) -> None:
     new.meta = dict(node.meta)
     writer.find_value(new)
     if node.op == "placeholder" and str(node.target) in writer.tokens:
-        batch, sequence = writer.tokens[str(node.target)]
-        writer.orders[node] = DimOrder((((BATCH, batch),), ((SEQUENCE, sequence),)), transposed=True)
+        own = writer.find(node)
+        writer.orders[node] = replace(own, transposed=own.pair is not None)
         writer.made["user", node] = new
         return
     writer.values[node] = new
     if isinstance(node.meta["val"], torch.Tensor):
-        writer.orders[node] = plain_order(node.meta["val"].shape)
+        writer.orders[node] = writer.find(node)
 
 
 def _rewrite(writer: LayoutWriter, node: fx.Node) -> None:
@@ -107,12 +108,10 @@ def _rewrite(writer: LayoutWriter, node: fx.Node) -> None:
         rule = elementwise_order
     written = rule(writer, node) if rule is not None else None
     if written is None:
-        plain = as_results(node, [plain_order(value.shape) for value in results_of(node)])
-        written = writer.undo(node, node.args), plain
+        written = writer.undo(node, node.args), writer.find(node)
     new, found = written
     writer.values[node], writer.orders[node] = new, found
     orders: Any = found if isinstance(found, tuple) else (found,)
-    for order, old, val in zip(orders, results_of(node), results_of(new), strict=True):
-        assert order.shape == list(old.shape), f"{node}: {order.dims} is not {list(old.shape)}"
-        assert order.arrange(order.shape) == list(val.shape), f"{node}: {order} is not {list(val.shape)}"
+    for order, val in zip(orders, results_of(new), strict=True):
+        assert order.arranged == list(val.shape), f"{node}: {order} is not {list(val.shape)}"
         writer.exchanged += order.transposed and val.is_floating_point()

@@ -12,7 +12,7 @@ from autoptd.passes.ir.strides import float_bytes
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
-from autoptd.passes.operators.layout import LayoutWriter, Written
+from autoptd.passes.operators.layout import users_order
 from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
 from autoptd.passes.operators.quantities import Product, Value, Work, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -140,19 +140,6 @@ def _rotary_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement
     return placement
 
 
-# The sequence-first layout
-
-
-def _keep_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """Write an operator in the user's order; its result has the dimensions of its first tensor but for the last.
-
-    Attention over [b, heads, s, size] reads [s, b, heads, size] in place, and fused attention writes it so too.
-    """
-    own = replace(writer.order(tensor_arguments(node)[0]), transposed=False)
-    new = writer.write(fx.map_arg(node.args, writer.restore), fx.map_arg(node.kwargs, writer.restore))
-    return new, own.resized(-1, shape_of(node)[-1])
-
-
 # Costs
 
 
@@ -206,14 +193,14 @@ _FUSED = OperatorRules(
 )
 RULES: Mapping[Any, OperatorRules] = {
     aten.scaled_dot_product_attention: replace(
-        _FUSED, axes=attention_axes, local=attention_local, order=_keep_order, mask=(3, "attn_mask")
+        _FUSED, axes=attention_axes, local=attention_local, order=users_order, mask=(3, "attn_mask")
     ),
     kernels.grouped_attention: _FUSED,
     kernels.scaled_softmax: OperatorRules(
         axes=_softmax_axes,
         local=keyed_local,
         placed=_softmax_placed,
-        order=_keep_order,
+        order=users_order,
         keeps="result",
         mask=(2, "mask"),
         traits=Trait.SOFTMAX | Trait.ANY_PLACEMENT,

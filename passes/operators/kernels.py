@@ -13,7 +13,7 @@ from autoptd.passes.operators import products, proof
 from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.gemms import find_gradients, multiply
-from autoptd.passes.operators.layout import LayoutWriter, Written, plain_dim
+from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.pointwise import elementwise_order
 from autoptd.passes.operators.quantities import Value, Work, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -39,9 +39,8 @@ def _split_order(writer: LayoutWriter, node: fx.Node) -> Written:
     order = writer.order(node.args[0])
     if order.holds(-1):
         return None
-    count, *_, size = shape_of(node)
     new = writer.write((writer.value(node.args[0]), *fx.map_arg(node.args[1:], writer.restore)))
-    return new, replace(order, dims=(plain_dim(count), *order.dims[:-1], plain_dim(size)))
+    return new, writer.carry(node, order)
 
 
 def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:

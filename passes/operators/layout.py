@@ -1,17 +1,15 @@
 """The sequence-first layout: the orders of values, and the rewrite of a graph that layout rules read and write.
 
-The order of a value says where batch and sequence are, and whether they changed places. A dimension is a product of
-factors, outermost first, of which the batch and the sequence matter. A value in which the sequence follows right
-behind the batch, [.., b, s, ..] or merged [.., b * s, ..], may be *transposed*: the new graph holds it as
-[.., s, b, ..] or [.., s * b, ..]. The new graph holds all other values as the user wrote them.
+The order of a value says where batch and sequence are, by its axes, and whether they changed places. A value in which
+the sequence follows right behind the batch, [.., b, s, ..] or merged [.., b * s, ..], may be *transposed*: the new
+graph holds it as [.., s, b, ..] or [.., s * b, ..]. The new graph holds all other values as the user wrote them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -19,134 +17,54 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import called, describe, info
+from autoptd.passes.ir.nodes import as_results, called, describe, info
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.runtime import aten
 
-Factor = tuple[str, int]  # (BATCH, 2), (SEQUENCE, 16), or ("", size) of anything else
-Dim = tuple[Factor, ...]  # outermost first; () has size 1
 BATCH, SEQUENCE = "b", "s"
-
-
-def size_of(dim: Dim) -> int:
-    return prod(size for _, size in dim)
-
-
-def plain_dim(size: int) -> Dim:
-    return () if size == 1 else (("", size),)
 
 
 @dataclass(frozen=True)
 class DimOrder:
-    """A value's dimensions as the user orders them; `transposed`: the new graph has batch and sequence exchanged."""
+    """A value's shape as the user has it; `transposed`: the new graph has batch and sequence exchanged.
 
-    dims: tuple[Dim, ...]
+    `pair` is the dimension of the batch, right before the sequence's, and whether it is merged with that; `rows` are
+    the sizes of both.
+    """
+
+    shape: tuple[int, ...]
+    pair: tuple[int, bool] | None = None
+    rows: tuple[int, int] = (1, 1)
     transposed: bool = False
-
-    @cached_property
-    def pair(self) -> tuple[int, bool] | None:
-        """The dimension of the batch, right before the sequence's, and whether it is merged with that."""
-        names = [[name for name, _ in dim] for dim in self.dims]
-        at = next((at for at, own in enumerate(names) if own[:1] == [BATCH]), len(names))
-        if names[at : at + 2] == [[BATCH], [SEQUENCE]]:
-            return at, False
-        return (at, True) if at < len(names) and names[at][1:2] == [SEQUENCE] else None
-
-    @property
-    def shape(self) -> list[int]:
-        """Sizes in the user's order."""
-        return [size_of(dim) for dim in self.dims]
 
     @property
     def permutation(self) -> list[int]:
         """For each dimension of the new graph's value, which of the user's it is."""
         if not self.transposed or self.pair is None or self.pair[1]:
-            return list(range(len(self.dims)))
-        return _swapped(len(self.dims), self.pair[0])
+            return list(range(len(self.shape)))
+        return _swapped(len(self.shape), self.pair[0])
 
     def place(self, dim: int) -> int:
         """Return the position of the user's dimension `dim` in the new graph."""
-        return self.permutation.index(dim % len(self.dims))
+        return self.permutation.index(dim % len(self.shape))
 
-    def arrange(self, sizes: Sequence[int]) -> list[int]:
-        """Return `sizes`, one per dimension in the user's order, in the new graph's order."""
-        return [sizes[dim] for dim in self.permutation]
+    @property
+    def arranged(self) -> list[int]:
+        """The shape in the new graph."""
+        return [self.shape[dim] for dim in self.permutation]
 
     def holds(self, dim: int) -> bool:
         """Return whether the user's dimension `dim` is the batch or the sequence of a transposed value (or both)."""
         if not self.transposed or self.pair is None:
             return False
         at, merged = self.pair
-        return dim % len(self.dims) in ((at,) if merged else (at, at + 1))
+        return dim % len(self.shape) in ((at,) if merged else (at, at + 1))
 
     @property
     def merged(self) -> bool:
         """Return whether batch and sequence are one dimension of a transposed value."""
         return self.transposed and self.pair is not None and self.pair[1]
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        """Batch and sequence size of a value that has a pair."""
-        assert self.pair is not None
-        (_, batch), (_, sequence), *_ = (factor for dim in self.dims[self.pair[0] :] for factor in dim)
-        return batch, sequence
-
-    def replaced(self, dim: int, by: Dim) -> DimOrder:
-        """Return the same with another dimension `dim`."""
-        dim %= len(self.dims)
-        return replace(self, dims=(*self.dims[:dim], by, *self.dims[dim + 1 :]))
-
-    def resized(self, dim: int, size: int) -> DimOrder:
-        """Dimension `dim` cut or grown to `size`: a batch stays a batch, a sequence a sequence."""
-        own = self.dims[dim % len(self.dims)]
-        return self.replaced(dim, ((own[0][0], size),) if len(own) == 1 and own[0][0] else plain_dim(size))
-
-    def mapped(self, dims: Sequence[int | None]) -> DimOrder:
-        """Return the same with dimensions `dims` of these; None for a new one, of size 1."""
-        return replace(self, dims=tuple(() if d is None else self.dims[d] for d in dims))
-
-
-def plain_order(shape: Sequence[int]) -> DimOrder:
-    """Return the order of a value in the user's order, of which nothing is known."""
-    return DimOrder(tuple(plain_dim(size) for size in shape))
-
-
-def regroup(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...]:
-    """Regroup `dims` as a ``view`` as `shape` does: a batch or sequence that it cuts is none any longer."""
-    pending = [factor for dim in dims for factor in dim][::-1]
-    result: list[Dim] = []
-    for size in shape:
-        taken: list[Factor] = []
-        left = size
-        while pending and (left > 1 or pending[-1][1] == 1) and (left > 1 or not taken):
-            name, extent = pending.pop()
-            if left % extent == 0:
-                taken.append((name, extent))
-                left //= extent
-            else:
-                if extent % left:  # they do not nest: what is left is one heap
-                    extent, pending = extent * prod(other for _, other in pending), []
-                pending += [("", extent // left)] * (extent % left == 0)
-                taken.append(("", left))
-                left = 1
-        result.append(_joined(taken))
-    return tuple(result)
-
-
-def _joined(factors: Sequence[Factor]) -> Dim:
-    """Neighbours that are neither batch nor sequence as one factor."""
-    runs = groupby(factors, lambda factor: factor[0] != "")
-    return tuple(f for named, run in runs for f in (run if named else plain_dim(size_of(tuple(run)))))
-
-
-def broadcast(orders: Sequence[DimOrder], shape: Sequence[int]) -> tuple[Dim, ...]:
-    """Return the dimensions of an elementwise result; if its arguments disagree, nothing is known."""
-    result: list[Dim] = []
-    for back in range(len(shape), 0, -1):
-        size = shape[-back]
-        dims = [order.dims[-back] for order in orders if len(order.dims) >= back]
-        known = {dim for dim in dims if size_of(dim) == size and any(name for name, _ in dim)}
-        result.append(known.pop() if len(known) == 1 else plain_dim(size))
-    return tuple(result)
 
 
 Found = DimOrder | tuple[DimOrder, ...]  # one for each of several results
@@ -163,7 +81,8 @@ class LayoutWriter:
 
     source: fx.Graph
     find_value: Callable[[fx.Node], Any]
-    tokens: Mapping[str, Sequence[int]]
+    axis_map: AxisMap
+    tokens: Collection[str]
     graph: fx.Graph = field(default_factory=fx.Graph)
     orders: dict[fx.Node, Found] = field(default_factory=dict)
     undone: Counter[str] = field(default_factory=Counter)
@@ -172,7 +91,44 @@ class LayoutWriter:
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     made: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        own = [self.axis_map.of(node) for node in self.axis_map.inputs if str(node.target) in self.tokens]
+        leaves = ({leaf for axes in own for leaf in ax.leaves(axes[dim])} for dim in (0, 1))
+        self._named = dict(zip((BATCH, SEQUENCE), leaves, strict=True))
+
     # What rules read
+
+    def find(self, node: fx.Node) -> Any:
+        """Return the order of a value in the user's order, or the orders of several results."""
+        return as_results(node, map(self._find, self.axis_map.all_of(node)))
+
+    def _find(self, axes: ax.Axes) -> DimOrder:
+        shape = tuple(axis.size for axis in axes)
+        factors = [ax.factors(axis) or [ax.find(axis)] for axis in axes]
+        runs = [
+            [(name, prod(f.size for f in run)) for name, run in groupby(own, self._name)] for own in factors
+        ]
+        at = next((at for at, run in enumerate(runs) if run[0][0] == BATCH), len(runs))
+        names = [[name for name, _ in run] for run in runs[at : at + 2]]
+        merged = [BATCH, SEQUENCE] in [own[:2] for own in names[:1]]
+        if not merged and names != [[BATCH], [SEQUENCE]]:
+            return DimOrder(shape)
+        batch, sequence, *_ = (size for run in runs[at:] for _, size in run)
+        return DimOrder(shape, (at, merged), (batch, sequence))
+
+    def _name(self, factor: ax.Axis) -> str:
+        leaves = set(ax.leaves(factor))
+        return next((name for name, own in self._named.items() if not own.isdisjoint(leaves)), "")
+
+    def carry(self, node: fx.Node, order: DimOrder) -> Any:
+        """Return the order of each result of an operator on a value of this `order`, transposed as that is.
+
+        None where a result has batch and sequence no longer side by side.
+        """
+        found = [self._find(axes) for axes in self.axis_map.all_of(node)]
+        if order.transposed and any(own.pair is None or own.pair[1] != order.merged for own in found):
+            return None
+        return as_results(node, [replace(own, transposed=order.transposed) for own in found])
 
     def order(self, node: Any) -> DimOrder:
         found = self.orders[node]
@@ -201,7 +157,7 @@ class LayoutWriter:
             order, name = self.order(node), f"{node.name}_bs"
             (at, merged), (batch, sequence) = order.pair or (0, False), order.rows
             rows = (sequence, batch) if merged else None
-            self.made[key] = self._exchange(self.value(node), order.arrange(order.shape), at, rows, name)
+            self.made[key] = self._exchange(self.value(node), order.arranged, at, rows, name)
         return self.made[key]
 
     def fit(self, node: Any, out: DimOrder) -> Any:
@@ -209,7 +165,7 @@ class LayoutWriter:
         if not isinstance(node, fx.Node) or node not in self.orders or not out.transposed or out.pair is None:
             return self.restore(node)
         order, (at, merged) = self.order(node), out.pair
-        at -= len(out.dims) - len(order.dims)
+        at -= len(out.shape) - len(order.shape)
         if order.transposed and order.pair == (at, merged) and (not merged or order.rows == out.rows):
             return self.value(node)
         shape = order.shape
@@ -275,7 +231,7 @@ class LayoutWriter:
         return self.add(aten.permute.default, (value, list(order)), name)
 
     def _exchange(
-        self, value: fx.Node, shape: list[int], at: int, rows: tuple[int, int] | None, name: str
+        self, value: fx.Node, shape: Sequence[int], at: int, rows: tuple[int, int] | None, name: str
     ) -> fx.Node:
         """`value`, of `shape`, with dimensions `at` and the next exchanged, or the two that `at` merges (`rows`)."""
         if rows is None:
@@ -290,3 +246,12 @@ def _swapped(rank: int, at: int) -> list[int]:
     order = list(range(rank))
     order[at], order[at + 1] = at + 1, at
     return order
+
+
+def users_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Write an operator that reads strided views in place, in the user's order.
+
+    Attention over [b, heads, s, size] reads [s, b, heads, size] so, and fused attention writes it so too.
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), writer.restore)
+    return writer.write(args, kwargs), writer.find(node)

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, as_results, called, operator_name, results_of, shape_of
+from autoptd.passes.ir.nodes import argument, as_results, called, operator_name, shape_of
 from autoptd.passes.ir.views import read_cut, read_dim
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap, opaque
-from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim
+from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.views import PART
@@ -190,32 +190,27 @@ def resize_order(position: int, default: int | None = 0) -> Callable[[LayoutWrit
 
     def rule(writer: LayoutWriter, node: fx.Node) -> Written:
         order, dim = writer.order(node.args[0]), argument(node, position, "dim", default)
-        if not isinstance(dim, int) or (order.merged and order.holds(dim)):
+        found = writer.carry(node, order)
+        if not isinstance(dim, int) or found is None or (order.merged and order.holds(dim)):
             return None
         placed = order.place(dim) if order.transposed else dim
         new = writer.write_along(writer.value(node.args[0]), position, placed)
-        return new, as_results(node, [order.resized(dim, value.shape[dim]) for value in results_of(node)])
+        return new, found
 
     return rule
 
 
 def _join_order(writer: LayoutWriter, node: fx.Node) -> Written:
     sources: Any = node.args[0]
-    stacks = operator_name(node.target) == "aten.stack"
-    orders, shape = [writer.order(n) for n in sources], list(shape_of(node))
-    dim = read_dim(node, 1, len(shape))
-    if len({len(order.dims) for order in orders}) > 1:
-        return None  # cat takes an empty list for a tensor of any rank
-    known = DimOrder(broadcast(orders, shape[:dim] + shape[dim + 1 :] if stacks else shape))
+    orders, out = [writer.order(n) for n in sources], writer.find(node)
+    dim = read_dim(node, 1, len(out.shape))
     transposed = [order for order in orders if order.transposed]
-    if not stacks and transposed:  # of the joined dimension, sizes differ
-        known = known.replaced(dim, transposed[0].resized(dim, shape[dim]).dims[dim])
-    joined = (*known.dims[:dim], plain_dim(shape[dim]), *known.dims[dim:])
-    out = replace(known, dims=joined) if stacks else known
-    fits = all(order.pair == known.pair for order in transposed)
-    if transposed and (not fits or out.pair in (None, (dim, True))):
+    known = transposed[0] if transposed else out
+    fits = all(order.pair == known.pair for order in transposed) and out.pair not in (None, (dim, True))
+    # cat takes an empty list for a tensor of any rank
+    if (transposed and not fits) or len({len(order.shape) for order in orders}) > 1:
         return None
-    known, out = (replace(order, transposed=bool(transposed)) for order in (known, out))
+    out = replace(out, transposed=bool(transposed))
     return writer.write_along([writer.fit(n, known) for n in sources], 1, out.place(dim)), out
 
 

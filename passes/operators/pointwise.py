@@ -12,8 +12,7 @@ from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap, broadcast, opaque
-from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
-from autoptd.passes.operators.layout import broadcast as broadcast_dims
+from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, is_lone_sum, keep_partial, same_call
 from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -62,7 +61,7 @@ def _apart_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Transposed where an argument is; the others are transposed to broadcast against it, a view."""
     orders = [writer.order(n) for n in node.all_input_nodes if n in writer.orders]
-    out = DimOrder(broadcast_dims(orders, shape_of(node)))
+    out = writer.find(node)
     out = replace(out, transposed=any(order.transposed and aligned(order, out) for order in orders))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: writer.fit(n, out))
     return writer.write(args, kwargs), out

@@ -14,7 +14,7 @@ from autoptd.passes.operators import proof
 from autoptd.passes.operators.attention import attention_local
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
 from autoptd.passes.operators.gemms import multiply, multiply_backward
-from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, plain_dim, plain_order
+from autoptd.passes.operators.layout import LayoutWriter, Written, users_order
 from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten
@@ -189,7 +189,7 @@ def rows_order(writer: LayoutWriter, node: fx.Node) -> Written:
         return None
     before, behind, kwargs = fx.map_arg((node.args[:at], node.args[at + 1 :], node.kwargs), writer.restore)
     new = writer.write((*before, writer.value(node.args[at]), *behind), kwargs)
-    return new, order.resized(-1, shape_of(node)[-1]) if width == 1 else order
+    return new, writer.carry(node, order)
 
 
 def _addmm_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -202,17 +202,7 @@ def _matmul_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """With a matrix a ``linear``; the product of two batches keeps the user's order, in strided views."""
     ranks = [len(shape_of(factor)) for factor in read_products(node)[0].factors]
     by_rows = rows_order(writer, node) if ranks[0] > 1 and ranks[1] == 2 else None
-    return by_rows or _batched_order(writer, node)
-
-
-def _batched_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """``matmul``, ``bmm``, ``baddbmm`` of the last two arguments, in the user's order."""
-    x, y = (writer.order(n) for n in node.args[-2:])
-    new = writer.write(fx.map_arg(node.args, writer.restore), node.kwargs)
-    if len(x.dims) < 3 or len(y.dims) < 3:
-        return new, plain_order(shape_of(node))
-    lead = broadcast([DimOrder(order.dims[:-2]) for order in (x, y)], shape_of(node)[:-2])
-    return new, DimOrder((*lead, x.dims[-2], plain_dim(shape_of(node)[-1])))
+    return by_rows or users_order(writer, node)
 
 
 # Copies
@@ -246,7 +236,7 @@ EQUATION = OperatorRules(work=multiply, backward=multiply_backward)
 PRODUCT = replace(EQUATION, placed=product_placed, of_partial=proof.linear_in(0), copies=row_copies)
 _LINEAR = replace(PRODUCT, axes=linear_axes, local=linear_local, order=rows_order, traits=Trait.PADDING_SAFE)
 _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmul_order, copies=_batch_copies)
-_BATCHED = replace(_MATMUL, order=_batched_order, traits=Trait.NONE)
+_BATCHED = replace(_MATMUL, order=users_order, traits=Trait.NONE)
 RULES: Mapping[Any, OperatorRules] = {
     aten.linear: _LINEAR,
     aten.addmm: replace(_LINEAR, order=_addmm_order, copies=_batch_copies),

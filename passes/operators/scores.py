@@ -18,7 +18,7 @@ from autoptd.passes.ir.views import reduced_dims
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import RUNS, AxisMap
-from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, size_of
+from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, if_divided
 from autoptd.passes.operators.pieces import resize_order
 from autoptd.passes.operators.quantities import Value, Work, tensor_arguments
@@ -164,25 +164,26 @@ def _loss_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Rows of logits against labels: any order, the same for both."""
     logits, target, *rest = node.args
     order = writer.order(logits)
-    rows = DimOrder(order.dims[:1], order.transposed)
-    one = len(order.dims) == 2 and len(writer.order(target).dims) == 1
+    rows = replace(order, shape=order.shape[:1])
+    one = len(order.shape) == 2 and len(writer.order(target).shape) == 1
     if not order.merged or order.holds(1) or not one:
         return None
     others, kwargs = fx.map_arg((tuple(rest), node.kwargs), writer.restore)
     new = writer.write((writer.value(logits), writer.fit(target, rows), *others), kwargs)
-    return new, rows if shape_of(node) else DimOrder(())
+    return new, rows if shape_of(node) else writer.find(node)
 
 
 def _gather_order(writer: LayoutWriter, node: fx.Node) -> Written:
     source, dim, index = node.args[:3]
     order, dim = writer.order(source), int(dim)  # type: ignore[arg-type]
-    picks = writer.order(index)
-    sizes = enumerate(zip(order.shape, picks.shape, strict=True))
-    same = all(a == b for d, (a, b) in sizes if order.holds(d))
-    if order.holds(dim) or not same or not order.transposed:
+    out = writer.carry(node, order)
+    if (
+        order.holds(dim)
+        or not order.transposed
+        or out is None
+        or (out.pair, out.rows) != (order.pair, order.rows)
+    ):
         return None
-    pairs = zip(order.dims, picks.dims, strict=True)
-    out = replace(order, dims=tuple(a if size_of(a) == size_of(b) else b for a, b in pairs))
     return writer.write((writer.value(source), order.place(dim), writer.fit(index, order))), out
 
 

@@ -14,7 +14,7 @@ from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, broadcast, regroup
+from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, LocalRule, is_lone_sum
 from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -114,25 +114,24 @@ def aligned(order: DimOrder, out: DimOrder) -> bool:
     """Return whether the argument's pair of batch and sequence is the result's."""
     if order.pair is None or out.pair is None:
         return False
-    return (order.pair[0] + len(out.dims) - len(order.dims), order.pair[1]) == out.pair
+    return (order.pair[0] + len(out.shape) - len(order.shape), order.pair[1]) == out.pair
 
 
 def _reshape_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Where batch and sequence stay neighbours, the same reshape of the transposed value."""
-    source, shape = node.args[0], list(shape_of(node))
-    order = writer.order(source)
-    out = DimOrder(regroup(order.dims, shape))
+    source = node.args[0]
+    order, out = writer.order(source), writer.find(node)
     if order.transposed and order.pair is not None and out.pair is not None:
         before = prod(order.shape[: order.pair[0]]), order.rows
-        if before == (prod(shape[: out.pair[0]]), out.rows):
+        if before == (prod(out.shape[: out.pair[0]]), out.rows):
             out = replace(out, transposed=True)
-            return writer.write((writer.value(source), out.arrange(shape))), out
-    return writer.undo(node, (source, shape)), out
+            return writer.write((writer.value(source), out.arranged)), out
+    return writer.undo(node, (source, list(out.shape))), out
 
 
 def _permute_order(writer: LayoutWriter, node: fx.Node) -> Written:
     order, dims = writer.order(node.args[0]), [d for d in dim_map(node) if d is not None]
-    out = order.mapped(dims)
+    out = writer.find(node)
     out = replace(out, transposed=out.pair is not None and (order.transposed or not out.pair[1]))
     permutation = [order.place(dims[d]) for d in out.permutation]
     return writer.permute(writer.value(node.args[0]), permutation, node.name), out
@@ -140,28 +139,25 @@ def _permute_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 def _unsqueeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
     source, dim = node.args[0], dim_map(node).index(None)
-    order = writer.order(source)
-    out = order.mapped(dim_map(node))
-    if order.transposed and out.pair is None:  # it comes between batch and sequence
-        return writer.undo(node, (source, dim)), replace(out, transposed=False)
+    out = writer.carry(node, writer.order(source))
+    if out is None:  # it comes between batch and sequence
+        return writer.undo(node, (source, dim)), writer.find(node)
     return writer.write((writer.value(source), dim)), out
 
 
 def _squeeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    order = writer.order(node.args[0])
-    if any(map(order.holds, set(range(len(order.dims))).difference(dim_map(node)))):
+    out = writer.carry(node, writer.order(node.args[0]))
+    if out is None:
         return None
-    out = order.mapped(dim_map(node))
-    args = (writer.value(node.args[0]), out.arrange(out.shape))
+    args = (writer.value(node.args[0]), out.arranged)
     return writer.write(args, target=aten.reshape.default), out
 
 
 def _expand_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    source, shape = node.args[0], list(shape_of(node))
+    source, out = node.args[0], writer.find(node)
     order = writer.order(source)
-    out = DimOrder(broadcast([order], shape))
     out = replace(out, transposed=order.transposed and aligned(order, out))
-    return writer.write((writer.fit(source, out), out.arrange(shape))), out
+    return writer.write((writer.fit(source, out), out.arranged)), out
 
 
 def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> Written:
@@ -170,7 +166,7 @@ def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> W
     If it drops one of these two, the other is in the user's order.
     """
     order, kept = writer.order(node.args[0]), dim_map(node)
-    dims = [d for d in range(len(order.dims)) if d not in kept]
+    dims = [d for d in range(len(order.shape)) if d not in kept]
     if picks and order.merged and any(map(order.holds, dims)):
         return None
     named = dims[0] if picks else named_dims(node)
@@ -180,21 +176,17 @@ def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> W
     halved = not order.merged and sum(map(order.holds, dims)) == 1
     if halved and None in kept:
         new = writer.permute(new, order.permutation, f"{node.name}_bs")
-    out = order.mapped(kept)
-    out = replace(out, transposed=order.transposed and not halved and out.pair is not None)
-    return new, as_results(node, [out] * len(results_of(node)))
+    out = None if halved else writer.carry(node, order)
+    return new, out or writer.find(node)
 
 
 def _pad_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Padding is given from the last dimension backwards, a pair of numbers each."""
     source, order, pairs = node.args[0], writer.order(node.args[0]), read_padding(node)
     mode: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
-    touched = [d for d, pair in enumerate(pairs) if any(pair)]
-    if (isinstance(mode, str) and mode != "constant") or (order.merged and any(map(order.holds, touched))):
+    out = writer.carry(node, order)
+    if (isinstance(mode, str) and mode != "constant") or out is None:
         return None
-    out = order
-    for d in touched:
-        out = out.resized(d, shape_of(node)[d])
     flat = [n for d in reversed(order.permutation) for n in pairs[d]] if order.transposed else node.args[1]
     return writer.write((writer.value(source), flat, *node.args[2:]), node.kwargs), out
 

@@ -11,7 +11,7 @@ from autoptd.passes.ir.nodes import argument, called, shape_of
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap, opaque
-from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written, plain_dim
+from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, if_divided
 from autoptd.passes.operators.quantities import Value, Work, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -90,9 +90,8 @@ def _index_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
 
 def _embedding_order(writer: LayoutWriter, node: fx.Node) -> Written:
     weight, ids, *rest = node.args
-    order = writer.order(ids)
-    out = DimOrder((*order.dims, plain_dim(shape_of(node)[-1])), order.transposed)
-    return writer.write((writer.restore(weight), writer.value(ids), *rest), node.kwargs), out
+    new = writer.write((writer.restore(weight), writer.value(ids), *rest), node.kwargs)
+    return new, writer.carry(node, writer.order(ids))
 
 
 # Costs

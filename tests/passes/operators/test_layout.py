@@ -1,81 +1,53 @@
-"""The order of dimensions: where batch and sequence are, through views and broadcasts."""
+"""The order of dimensions: where batch and sequence are, by the axes of a value."""
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
+import torch
+from torch import fx
 
-from autoptd.passes.operators.layout import (
-    BATCH,
-    SEQUENCE,
-    Dim,
-    DimOrder,
-    broadcast,
-    plain_order,
-    regroup,
-    size_of,
-)
+from autoptd.passes.operators.axes import Axes, Axis, product
+from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.layout import DimOrder, LayoutWriter
 
-B, S, H = ((BATCH, 2),), ((SEQUENCE, 3),), (("", 12),)
-ONE_B: Dim = ((BATCH, 1),)
+SIZES = {"b": 2, "s": 3, "h": 12}
 
 
 @pytest.mark.parametrize(
     ("dims", "pair"),
     [
-        ((B, S, H), (0, False)),
-        ((H, B, S), (1, False)),
-        ((B + S, H), (0, True)),
-        ((B + S + H,), (0, True)),
-        ((B, H, S), None),
-        ((S, B, H), None),
-        ((B, S + H), None),
-        ((B + H, S), None),
-        ((H,), None),
+        ("b s h", (0, False)),
+        ("h b s", (1, False)),
+        ("bs h", (0, True)),
+        ("bsh", (0, True)),
+        ("b h s", None),
+        ("s b h", None),
+        ("b sh", None),
+        ("bh s", None),
+        ("h", None),
     ],
 )
-def test_batch_and_sequence_pairs_that_may_be_exchanged(
-    dims: tuple[Dim, ...], pair: tuple[int, bool] | None
-) -> None:
-    assert DimOrder(dims).pair == pair
+def test_batch_and_sequence_pairs_that_may_be_exchanged(dims: str, pair: tuple[int, bool] | None) -> None:
+    axes = {name: Axis(size) for name, size in SIZES.items()}
+    graph = fx.Graph()
+    tokens, value = graph.placeholder("tokens"), graph.placeholder("value")
+    shape = tuple(prod(SIZES[name] for name in dim) for dim in dims.split())
+    value.meta["val"] = torch.empty(shape)
+    found: dict[fx.Node, tuple[Axes, ...]] = {
+        tokens: ((axes["b"], axes["s"]),),
+        value: (tuple(product([axes[name] for name in dim]) for dim in dims.split()),),
+    }
+    axis_map = AxisMap(1, axes=found, inputs=[tokens])
+    order = LayoutWriter(graph, lambda node: None, axis_map, {"tokens"}).find(value)
+    assert order == DimOrder(shape, pair, (2, 3) if pair else (1, 1))
 
 
 def test_permutation_of_the_transposed() -> None:
-    order = DimOrder((H, B, S), transposed=True)
+    order = DimOrder((12, 2, 3), (1, False), (2, 3), transposed=True)
     assert order.permutation == [0, 2, 1]
-    assert order.arrange(order.shape) == [12, 3, 2]
+    assert order.arranged == [12, 3, 2]
     assert [order.place(d) for d in (0, 1, 2, -1)] == [0, 2, 1, 1]
     assert [order.holds(d) for d in (0, 1, -1)] == [False, True, True]
-    assert DimOrder((B + S, H), transposed=True).permutation == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("dims", "shape", "expected"),
-    [
-        ((B, S, H), [6, 12], (B + S, H)),
-        ((B + S, H), [2, 3, 12], (B, S, H)),
-        ((B, S, H), [2, 3, 4, 3], (B, S, (("", 4),), (("", 3),))),
-        ((B, S, H), [24, 3], (B + S + (("", 4),), (("", 3),))),
-        ((B, S, H), [2, 36], (B, S + H)),
-        ((ONE_B, S, H), [3, 12], (ONE_B + S, H)),
-        ((ONE_B + S, H), [1, 3, 12], (ONE_B, S, H)),
-        ((B, ((SEQUENCE, 4),)), [2, 2, 2], (B, (("", 2),), (("", 2),))),
-        (((("", 6),), (("", 4),)), [8, 3], ((("", 8),), (("", 3),))),
-    ],
-)
-def test_regroup(dims: tuple[Dim, ...], shape: list[int], expected: tuple[Dim, ...]) -> None:
-    found = regroup(dims, shape)
-    assert found == expected
-    assert [size_of(dim) for dim in found] == shape
-
-
-def test_broadcast() -> None:
-    assert broadcast([DimOrder((B, S, H)), plain_order([1, 3, 12]), plain_order([12])], [2, 3, 12]) == (
-        B,
-        S,
-        H,
-    )
-    assert broadcast([DimOrder((B, S)), DimOrder((S,))], [2, 3]) == (B, S)
-    assert broadcast([DimOrder((B, ((SEQUENCE, 2),))), DimOrder((B,))], [2, 2]) == (
-        B,
-        (("", 2),),
-    )  # they disagree
+    assert DimOrder((6, 12), (0, True), (2, 3), transposed=True).permutation == [0, 1]
