@@ -59,7 +59,7 @@ class Relative(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         def cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return 20 * torch.tanh(score / 20) + self.table[h][q - k + LENGTH]
+            return 2 * torch.tanh(score / 2) + self.table[h][q - k + LENGTH]
 
         out: Tensor = attend(q, k, v, score_mod=cap, block_mask=make_mask(causal))
         return out
