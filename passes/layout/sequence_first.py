@@ -9,17 +9,14 @@ it, the exchange is undone in front of it and the bytes that this copies are cou
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import results_of
+from autoptd.passes.ir.nodes import has_gradients, results_of
 from autoptd.passes.ir.program import Program
 from autoptd.passes.layout.copies import Strides, find_copies
 from autoptd.passes.layout.packed_projections import unpack_projections
 from autoptd.passes.operators.layout import LayoutWriter
-from autoptd.passes.operators.pointwise import elementwise_order
 from autoptd.passes.operators.table import rules_of
 from autoptd.passes.tensor_parallel.analysis import find_axes
 from autoptd.passes.tensor_parallel.sharding import find_batch
@@ -48,9 +45,9 @@ def rewrite_layout(program: Program) -> Program:
     if any(node.target is aten.as_strided.default for node in stage.graph.nodes):
         return _leave(program, "as_strided reads its memory as it is")
     strides = Strides(program.mesh)
-    writer = LayoutWriter(source, strides.visit, axis_map, tokens)
-    graph = _run(writer)
-    if not writer.exchanged:
+    writer = LayoutWriter(strides.visit, axis_map, [n for n in axis_map.inputs if str(n.target) in tokens])
+    graph = _run(writer, source)
+    if not any(has_gradients(node.meta["val"]) for node in writer.transposed):
         return _leave(program, "no activation is [b, s, h]")
     before, after = (sum(find_copies(g, strides).values()) for g in (stage.graph, graph))
     undone = "".join(f"; undone for {count} {name}" for name, count in writer.undone.most_common(3))
@@ -59,19 +56,18 @@ def rewrite_layout(program: Program) -> Program:
     if after == before and program.mesh.tensor == 1:
         reason = f"[s, b, h] would copy as much, {after:,} bytes, and no tensor ranks exchange its rows"
         return _leave(program, reason)
-    entry = (
-        f"rewrite_layout [b, s, h] -> [s, b, h]: {before:,} -> {after:,} bytes copied per microbatch{undone}"
-    )
-    return program.replace_stages((replace(stage, graph=graph),), entry)
+    copied = f"{before:,} -> {after:,} bytes copied per microbatch{undone}"
+    stages = (replace(stage, graph=graph),)
+    return program.replace_stages(stages, f"rewrite_layout [b, s, h] -> [s, b, h]: {copied}")
 
 
 def _leave(program: Program, reason: str) -> Program:
     return program.replace_stages(program.stages, f"rewrite_layout: left as it is, {reason}")
 
 
-def _run(writer: LayoutWriter) -> fx.Graph:
+def _run(writer: LayoutWriter, source: fx.Graph) -> fx.Graph:
     """Return the new graph; its results are in the user's order."""
-    for node in writer.source.nodes:
+    for node in source.nodes:
         writer.current = node
         if node.op == "output":
             known = set(writer.graph.nodes)
@@ -91,27 +87,20 @@ def _enter(writer: LayoutWriter, node: fx.Node) -> None:
     new = writer.graph.node_copy(node)
     new.meta = dict(node.meta)
     writer.find_value(new)
-    if node.op == "placeholder" and str(node.target) in writer.tokens:
-        own = writer.find(node)
-        writer.orders[node] = replace(own, transposed=own.pair is not None)
+    if node in writer.transposed:
         writer.made["user", node] = new
-        return
-    writer.values[node] = new
-    if isinstance(node.meta["val"], torch.Tensor):
-        writer.orders[node] = writer.find(node)
+    else:
+        writer.values[node] = new
 
 
 def _rewrite(writer: LayoutWriter, node: fx.Node) -> None:
     rule = rules_of(node).order
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    if rule is None and pointwise and isinstance(node.meta["val"], torch.Tensor):
-        rule = elementwise_order
     written = rule(writer, node) if rule is not None else None
     if written is None:
-        written = writer.undo(node, node.args), writer.find(node)
-    new, found = written
-    writer.values[node], writer.orders[node] = new, found
-    orders: Any = found if isinstance(found, tuple) else (found,)
-    for order, val in zip(orders, results_of(new), strict=True):
+        written = writer.undo(node, node.args), False
+    new, transposed = written
+    writer.values[node] = new
+    if transposed:
+        writer.transposed.add(node)
+    for order, val in zip(writer.orders(node), results_of(new), strict=True):
         assert order.arranged == list(val.shape), f"{node}: {order} is not {list(val.shape)}"
-        writer.exchanged += order.transposed and val.is_floating_point()

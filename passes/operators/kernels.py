@@ -13,7 +13,6 @@ from autoptd.passes.operators import products, proof
 from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.gemms import find_gradients, multiply
-from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.pointwise import elementwise_order
 from autoptd.passes.operators.quantities import Value, Work, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -33,14 +32,6 @@ def _split_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     section, own = regroup_axes(node, [outer], (count, size), "takes it apart")
     ax.block(section, f"{called(node)} takes it apart")
     return (section, *rows, own)
-
-
-def _split_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    order = writer.order(node.args[0])
-    if order.holds(-1):
-        return None
-    new = writer.write((writer.value(node.args[0]), *fx.map_arg(node.args[1:], writer.restore)))
-    return new, writer.carry(node, order)
 
 
 def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
@@ -151,7 +142,7 @@ _SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=_ANY)
 _COPIED = OperatorRules(placed=_copied_placed, work=multiply, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
-    kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=_split_order),
+    kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=products.rows_order),
     **dict.fromkeys((kernels.linear, kernels.linear_gelu), products.PRODUCT),
     kernels.add_linear: replace(products.PRODUCT, of_partial=_added_partial),
     **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), OperatorRules(placed=proof.elementwise)),

@@ -8,7 +8,7 @@ graph holds it as [.., s, b, ..] or [.., s * b, ..]. The new graph holds all oth
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
@@ -17,20 +17,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import as_results, called, describe, info
+from autoptd.passes.ir.nodes import called, describe, info
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.runtime import aten
-
-BATCH, SEQUENCE = "b", "s"
 
 
 @dataclass(frozen=True)
 class DimOrder:
     """A value's shape as the user has it; `transposed`: the new graph has batch and sequence exchanged.
 
-    `pair` is the dimension of the batch, right before the sequence's, and whether it is merged with that; `rows` are
-    the sizes of both.
+    `pair` is the dimension of the batch, counted back from the last, right before the sequence's, and whether it is
+    merged with that; `rows` are the sizes of both.
     """
 
     shape: tuple[int, ...]
@@ -58,8 +56,8 @@ class DimOrder:
         """Return whether the user's dimension `dim` is the batch or the sequence of a transposed value (or both)."""
         if not self.transposed or self.pair is None:
             return False
-        at, merged = self.pair
-        return dim % len(self.shape) in ((at,) if merged else (at, at + 1))
+        rank, (at, merged) = len(self.shape), self.pair
+        return dim % rank - rank in ((at,) if merged else (at, at + 1))
 
     @property
     def merged(self) -> bool:
@@ -67,77 +65,66 @@ class DimOrder:
         return self.transposed and self.pair is not None and self.pair[1]
 
 
-Found = DimOrder | tuple[DimOrder, ...]  # one for each of several results
-Written = tuple[fx.Node, Any] | None  # the new node and its order, or the orders of its results
+Written = tuple[fx.Node, bool] | None  # the new node, and whether its results are transposed
 
 
 @dataclass(eq=False)
 class LayoutWriter:
-    """The rewrite of one graph: for each of its nodes, the value that stands for it and the order of that value.
+    """The rewrite of one graph: for each of its nodes, the value that stands for it and whether that is transposed.
 
-    `find_value` gives a new node's meta tensor, with the strides that real kernels give it. `undone` counts the
-    operators whose arguments got the user's order back, `exchanged` the activations that are held transposed.
+    `find_value` gives a new node's meta tensor, with the strides that real kernels give it. `tokens` are
+    inputs [b, s], and `undone` counts the operators whose arguments got the user's order back.
     """
 
-    source: fx.Graph
     find_value: Callable[[fx.Node], Any]
     axis_map: AxisMap
-    tokens: Collection[str]
+    tokens: Sequence[fx.Node]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    orders: dict[fx.Node, Found] = field(default_factory=dict)
+    transposed: set[fx.Node] = field(default_factory=set)
     undone: Counter[str] = field(default_factory=Counter)
-    exchanged: int = 0
     current: fx.Node = field(init=False)
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     made: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = [self.axis_map.of(node) for node in self.axis_map.inputs if str(node.target) in self.tokens]
+        own = [self.axis_map.of(node) for node in self.tokens]
         leaves = ({leaf for axes in own for leaf in ax.leaves(axes[dim])} for dim in (0, 1))
-        self._named = dict(zip((BATCH, SEQUENCE), leaves, strict=True))
+        self._named = dict(zip("bs", leaves, strict=True))
+        self.transposed.update(node for node in self.tokens if self.order(node).pair)
 
     # What rules read
 
-    def find(self, node: fx.Node) -> Any:
-        """Return the order of a value in the user's order, or the orders of several results."""
-        return as_results(node, map(self._find, self.axis_map.all_of(node)))
+    def order(self, node: Any) -> DimOrder:
+        """Return the order of a value; of the one that is being written, the user's order."""
+        (order,) = self.orders(node)
+        return order
 
-    def _find(self, axes: ax.Axes) -> DimOrder:
+    def orders(self, node: fx.Node) -> list[DimOrder]:
+        """Return the order of each of a node's results."""
+        return [self._order(axes, node in self.transposed) for axes in self.axis_map.all_of(node)]
+
+    def _order(self, axes: ax.Axes, transposed: bool) -> DimOrder:
         shape = tuple(axis.size for axis in axes)
         factors = [ax.factors(axis) or [ax.find(axis)] for axis in axes]
         runs = [
             [(name, prod(f.size for f in run)) for name, run in groupby(own, self._name)] for own in factors
         ]
-        at = next((at for at, run in enumerate(runs) if run[0][0] == BATCH), len(runs))
-        names = [[name for name, _ in run] for run in runs[at : at + 2]]
-        merged = [BATCH, SEQUENCE] in [own[:2] for own in names[:1]]
-        if not merged and names != [[BATCH], [SEQUENCE]]:
+        words = ["".join(name for name, _ in run) for run in runs]
+        at = next((at for at, word in enumerate(words) if word[0] == "b"), len(words))
+        merged = any(word.startswith("bs") for word in words[at : at + 1])
+        if not merged and words[at : at + 2] != ["b", "s"]:
             return DimOrder(shape)
         batch, sequence, *_ = (size for run in runs[at:] for _, size in run)
-        return DimOrder(shape, (at, merged), (batch, sequence))
+        return DimOrder(shape, (at - len(axes), merged), (batch, sequence), transposed)
 
     def _name(self, factor: ax.Axis) -> str:
         leaves = set(ax.leaves(factor))
-        return next((name for name, own in self._named.items() if not own.isdisjoint(leaves)), "")
+        return next((name for name, own in self._named.items() if not own.isdisjoint(leaves)), "-")
 
-    def carry(self, node: fx.Node, order: DimOrder) -> Any:
-        """Return the order of each result of an operator on a value of this `order`, transposed as that is.
-
-        None where a result has batch and sequence no longer side by side.
-        """
-        found = [self._find(axes) for axes in self.axis_map.all_of(node)]
-        if order.transposed and any(own.pair is None or own.pair[1] != order.merged for own in found):
-            return None
-        return as_results(node, [replace(own, transposed=order.transposed) for own in found])
-
-    def order(self, node: Any) -> DimOrder:
-        found = self.orders[node]
-        assert isinstance(found, DimOrder)
-        return found
-
-    def is_transposed(self, node: Any) -> bool:
-        found = self.orders.get(node)
-        return isinstance(found, DimOrder) and found.transposed
+    def carries(self, node: fx.Node, order: DimOrder) -> bool:
+        """Return whether the results of an operator on a value of this `order` may be transposed if that is."""
+        merged = [own.pair and own.pair[1] for own in self.orders(node)]
+        return not order.transposed or merged == [order.merged] * len(merged)
 
     def value(self, node: Any) -> Any:
         """Return the new graph's node for a value; a number, or None, as it is."""
@@ -150,7 +137,7 @@ class LayoutWriter:
 
     def restore(self, node: Any) -> Any:
         """Return the new graph's node for a value, in the user's order."""
-        if not isinstance(node, fx.Node) or not self.is_transposed(node):
+        if node not in self.transposed:
             return self.value(node)
         key = ("user", node)
         if key not in self.made:
@@ -160,15 +147,20 @@ class LayoutWriter:
             self.made[key] = self._exchange(self.value(node), order.arranged, at, rows, name)
         return self.made[key]
 
+    def spread(self, node: fx.Node) -> DimOrder:
+        """Return the order of an elementwise result: transposed where an argument is."""
+        out = self.order(node)
+        given = [order for source in node.all_input_nodes for order in self.orders(source)]
+        return replace(out, transposed=any(order.transposed and order.pair == out.pair for order in given))
+
     def fit(self, node: Any, out: DimOrder) -> Any:
         """Return the argument of an operator whose result has the order `out`, broadcast against it."""
-        if not isinstance(node, fx.Node) or node not in self.orders or not out.transposed or out.pair is None:
+        if node not in self.axis_map.axes or not out.transposed or out.pair is None:
             return self.restore(node)
         order, (at, merged) = self.order(node), out.pair
-        at -= len(out.shape) - len(order.shape)
-        if order.transposed and order.pair == (at, merged) and (not merged or order.rows == out.rows):
+        if order.transposed and order.pair == out.pair and (not merged or order.rows == out.rows):
             return self.value(node)
-        shape = order.shape
+        shape, at = order.shape, at + len(order.shape)
         end = at if merged else at + 1
         if end < 0 or all(size == 1 for size in shape[max(at, 0) : end + 1]):
             return self.restore(node)
@@ -203,7 +195,7 @@ class LayoutWriter:
     def undo(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
         """Write the operator `node` on arguments in the user's order; for an unfamiliar operator, in memory too."""
         name = called(node)
-        if any(map(self.is_transposed, node.all_input_nodes)):
+        if not self.transposed.isdisjoint(node.all_input_nodes):
             self.undone[name] += 1
         read = self.restore if name.startswith(("aten.", "kernels.", "_operator.")) else self._restore_memory
         return self.write(fx.map_arg(args, read), fx.map_arg(node.kwargs, read))
@@ -236,6 +228,7 @@ class LayoutWriter:
         """`value`, of `shape`, with dimensions `at` and the next exchanged, or the two that `at` merges (`rows`)."""
         if rows is None:
             return self.permute(value, _swapped(len(shape), at), name)
+        at %= len(shape)
         opened = [*shape[:at], *rows, shape[at] // prod(rows), *shape[at + 1 :]]
         value = self.add(aten.reshape.default, (value, opened), f"{name}_rows")
         value = self.permute(value, _swapped(len(opened), at), f"{name}_swapped")
@@ -244,7 +237,7 @@ class LayoutWriter:
 
 def _swapped(rank: int, at: int) -> list[int]:
     order = list(range(rank))
-    order[at], order[at + 1] = at + 1, at
+    order[at], order[at + 1] = order[at + 1], order[at]
     return order
 
 
@@ -254,4 +247,4 @@ def users_order(writer: LayoutWriter, node: fx.Node) -> Written:
     Attention over [b, heads, s, size] reads [s, b, heads, size] so, and fused attention writes it so too.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), writer.restore)
-    return writer.write(args, kwargs), writer.find(node)
+    return writer.write(args, kwargs), False

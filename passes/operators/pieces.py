@@ -190,33 +190,30 @@ def resize_order(position: int, default: int | None = 0) -> Callable[[LayoutWrit
 
     def rule(writer: LayoutWriter, node: fx.Node) -> Written:
         order, dim = writer.order(node.args[0]), argument(node, position, "dim", default)
-        found = writer.carry(node, order)
-        if not isinstance(dim, int) or found is None or (order.merged and order.holds(dim)):
+        if not isinstance(dim, int) or not writer.carries(node, order) or (order.merged and order.holds(dim)):
             return None
         placed = order.place(dim) if order.transposed else dim
-        new = writer.write_along(writer.value(node.args[0]), position, placed)
-        return new, found
+        return writer.write_along(writer.value(node.args[0]), position, placed), order.transposed
 
     return rule
 
 
 def _join_order(writer: LayoutWriter, node: fx.Node) -> Written:
     sources: Any = node.args[0]
-    orders, out = [writer.order(n) for n in sources], writer.find(node)
-    dim = read_dim(node, 1, len(out.shape))
+    orders = [writer.order(n) for n in sources]
     transposed = [order for order in orders if order.transposed]
-    known = transposed[0] if transposed else out
-    fits = all(order.pair == known.pair for order in transposed) and out.pair not in (None, (dim, True))
+    out = replace(writer.order(node), transposed=bool(transposed))
+    known, dim = (transposed or [out])[0], read_dim(node, 1, len(out.shape))
+    moved = any(order.pair != known.pair for order in transposed) or (out.merged and out.holds(dim))
     # cat takes an empty list for a tensor of any rank
-    if (transposed and not fits) or len({len(order.shape) for order in orders}) > 1:
+    if len({len(order.shape) for order in orders}) > 1 or (transposed and (moved or out.pair is None)):
         return None
-    out = replace(out, transposed=bool(transposed))
-    return writer.write_along([writer.fit(n, known) for n in sources], 1, out.place(dim)), out
+    return writer.write_along([writer.fit(n, known) for n in sources], 1, out.place(dim)), out.transposed
 
 
 def _getitem_order(writer: LayoutWriter, node: fx.Node) -> Written:
     source, index = node.args
-    return writer.write((writer.value(source), index)), writer.orders[source][index]  # type: ignore[index]
+    return writer.write((writer.value(source), index)), source in writer.transposed
 
 
 _SAFE = Trait.PADDING_SAFE

@@ -17,7 +17,7 @@ from autoptd.passes.operators.localizer import Localizer, is_lone_sum, keep_part
 from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR
-from autoptd.passes.operators.views import aligned, sized_local
+from autoptd.passes.operators.views import sized_local
 from autoptd.runtime import aten
 
 _OTHERS = """
@@ -60,11 +60,9 @@ def _apart_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 
 def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Transposed where an argument is; the others are transposed to broadcast against it, a view."""
-    orders = [writer.order(n) for n in node.all_input_nodes if n in writer.orders]
-    out = writer.find(node)
-    out = replace(out, transposed=any(order.transposed and aligned(order, out) for order in orders))
+    out = writer.spread(node)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: writer.fit(n, out))
-    return writer.write(args, kwargs), out
+    return writer.write(args, kwargs), out.transposed
 
 
 def _function_axes(axis_map: AxisMap, node: fx.Node) -> Any:
@@ -78,7 +76,7 @@ def _contiguous_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Not written where the value lies in order already."""
     source = node.args[0]
     if writer.value(source).meta["val"].is_contiguous():
-        return writer.value(source), writer.order(source)
+        return writer.value(source), source in writer.transposed
     return elementwise_order(writer, node)
 
 

@@ -189,7 +189,7 @@ def rows_order(writer: LayoutWriter, node: fx.Node) -> Written:
         return None
     before, behind, kwargs = fx.map_arg((node.args[:at], node.args[at + 1 :], node.kwargs), writer.restore)
     new = writer.write((*before, writer.value(node.args[at]), *behind), kwargs)
-    return new, writer.carry(node, order)
+    return new, order.transposed
 
 
 def _addmm_order(writer: LayoutWriter, node: fx.Node) -> Written:

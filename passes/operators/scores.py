@@ -18,7 +18,7 @@ from autoptd.passes.ir.views import reduced_dims
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import RUNS, AxisMap
-from autoptd.passes.operators.layout import LayoutWriter, Written
+from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, if_divided
 from autoptd.passes.operators.pieces import resize_order
 from autoptd.passes.operators.quantities import Value, Work, tensor_arguments
@@ -164,27 +164,22 @@ def _loss_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Rows of logits against labels: any order, the same for both."""
     logits, target, *rest = node.args
     order = writer.order(logits)
-    rows = replace(order, shape=order.shape[:1])
+    rows = DimOrder(order.shape[:1], (-1, True), order.rows, transposed=True)
     one = len(order.shape) == 2 and len(writer.order(target).shape) == 1
     if not order.merged or order.holds(1) or not one:
         return None
     others, kwargs = fx.map_arg((tuple(rest), node.kwargs), writer.restore)
     new = writer.write((writer.value(logits), writer.fit(target, rows), *others), kwargs)
-    return new, rows if shape_of(node) else writer.find(node)
+    return new, bool(shape_of(node))
 
 
 def _gather_order(writer: LayoutWriter, node: fx.Node) -> Written:
     source, dim, index = node.args[:3]
     order, dim = writer.order(source), int(dim)  # type: ignore[arg-type]
-    out = writer.carry(node, order)
-    if (
-        order.holds(dim)
-        or not order.transposed
-        or out is None
-        or (out.pair, out.rows) != (order.pair, order.rows)
-    ):
+    out = writer.order(node)
+    if not order.transposed or order.holds(dim) or (out.pair, out.rows) != (order.pair, order.rows):
         return None
-    return writer.write((writer.value(source), order.place(dim), writer.fit(index, order))), out
+    return writer.write((writer.value(source), order.place(dim), writer.fit(index, order))), True
 
 
 # Costs

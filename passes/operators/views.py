@@ -14,7 +14,7 @@ from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
-from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
+from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, LocalRule, is_lone_sum
 from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -110,54 +110,45 @@ def move_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
 # The sequence-first layout
 
 
-def aligned(order: DimOrder, out: DimOrder) -> bool:
-    """Return whether the argument's pair of batch and sequence is the result's."""
-    if order.pair is None or out.pair is None:
-        return False
-    return (order.pair[0] + len(out.shape) - len(order.shape), order.pair[1]) == out.pair
-
-
 def _reshape_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Where batch and sequence stay neighbours, the same reshape of the transposed value."""
     source = node.args[0]
-    order, out = writer.order(source), writer.find(node)
+    order, out = writer.order(source), writer.order(node)
     if order.transposed and order.pair is not None and out.pair is not None:
         before = prod(order.shape[: order.pair[0]]), order.rows
         if before == (prod(out.shape[: out.pair[0]]), out.rows):
-            out = replace(out, transposed=True)
-            return writer.write((writer.value(source), out.arranged)), out
-    return writer.undo(node, (source, list(out.shape))), out
+            arranged = replace(out, transposed=True).arranged
+            return writer.write((writer.value(source), arranged)), True
+    return writer.undo(node, (source, list(out.shape))), False
 
 
 def _permute_order(writer: LayoutWriter, node: fx.Node) -> Written:
     order, dims = writer.order(node.args[0]), [d for d in dim_map(node) if d is not None]
-    out = writer.find(node)
-    out = replace(out, transposed=out.pair is not None and (order.transposed or not out.pair[1]))
+    pair = writer.order(node).pair
+    out = replace(writer.order(node), transposed=pair is not None and (order.transposed or not pair[1]))
     permutation = [order.place(dims[d]) for d in out.permutation]
-    return writer.permute(writer.value(node.args[0]), permutation, node.name), out
+    return writer.permute(writer.value(node.args[0]), permutation, node.name), out.transposed
 
 
 def _unsqueeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
     source, dim = node.args[0], dim_map(node).index(None)
-    out = writer.carry(node, writer.order(source))
-    if out is None:  # it comes between batch and sequence
-        return writer.undo(node, (source, dim)), writer.find(node)
-    return writer.write((writer.value(source), dim)), out
+    order = writer.order(source)
+    if not writer.carries(node, order):  # it comes between batch and sequence
+        return writer.undo(node, (source, dim)), False
+    return writer.write((writer.value(source), dim)), order.transposed
 
 
 def _squeeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    out = writer.carry(node, writer.order(node.args[0]))
-    if out is None:
+    order = writer.order(node.args[0])
+    if not writer.carries(node, order):
         return None
-    args = (writer.value(node.args[0]), out.arranged)
-    return writer.write(args, target=aten.reshape.default), out
+    shape = replace(writer.order(node), transposed=order.transposed).arranged
+    return writer.write((writer.value(node.args[0]), shape), target=aten.reshape.default), order.transposed
 
 
 def _expand_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    source, out = node.args[0], writer.find(node)
-    order = writer.order(source)
-    out = replace(out, transposed=order.transposed and aligned(order, out))
-    return writer.write((writer.fit(source, out), out.arranged)), out
+    out = writer.spread(node)
+    return writer.write((writer.fit(node.args[0], out), out.arranged)), out.transposed
 
 
 def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> Written:
@@ -176,19 +167,17 @@ def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> W
     halved = not order.merged and sum(map(order.holds, dims)) == 1
     if halved and None in kept:
         new = writer.permute(new, order.permutation, f"{node.name}_bs")
-    out = None if halved else writer.carry(node, order)
-    return new, out or writer.find(node)
+    return new, order.transposed and not halved and writer.carries(node, order)
 
 
 def _pad_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Padding is given from the last dimension backwards, a pair of numbers each."""
     source, order, pairs = node.args[0], writer.order(node.args[0]), read_padding(node)
     mode: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
-    out = writer.carry(node, order)
-    if (isinstance(mode, str) and mode != "constant") or out is None:
+    if (isinstance(mode, str) and mode != "constant") or not writer.carries(node, order):
         return None
     flat = [n for d in reversed(order.permutation) for n in pairs[d]] if order.transposed else node.args[1]
-    return writer.write((writer.value(source), flat, *node.args[2:]), node.kwargs), out
+    return writer.write((writer.value(source), flat, *node.args[2:]), node.kwargs), order.transposed
 
 
 # Costs

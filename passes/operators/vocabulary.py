@@ -91,7 +91,7 @@ def _index_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
 def _embedding_order(writer: LayoutWriter, node: fx.Node) -> Written:
     weight, ids, *rest = node.args
     new = writer.write((writer.restore(weight), writer.value(ids), *rest), node.kwargs)
-    return new, writer.carry(node, writer.order(ids))
+    return new, ids in writer.transposed
 
 
 # Costs

@@ -18,10 +18,10 @@ SIZES = {"b": 2, "s": 3, "h": 12}
 @pytest.mark.parametrize(
     ("dims", "pair"),
     [
-        ("b s h", (0, False)),
-        ("h b s", (1, False)),
-        ("bs h", (0, True)),
-        ("bsh", (0, True)),
+        ("b s h", (-3, False)),
+        ("h b s", (-2, False)),
+        ("bs h", (-2, True)),
+        ("bsh", (-1, True)),
         ("b h s", None),
         ("s b h", None),
         ("b sh", None),
@@ -40,14 +40,14 @@ def test_batch_and_sequence_pairs_that_may_be_exchanged(dims: str, pair: tuple[i
         value: (tuple(product([axes[name] for name in dim]) for dim in dims.split()),),
     }
     axis_map = AxisMap(1, axes=found, inputs=[tokens])
-    order = LayoutWriter(graph, lambda node: None, axis_map, {"tokens"}).find(value)
+    order = LayoutWriter(lambda node: None, axis_map, [tokens]).order(value)
     assert order == DimOrder(shape, pair, (2, 3) if pair else (1, 1))
 
 
 def test_permutation_of_the_transposed() -> None:
-    order = DimOrder((12, 2, 3), (1, False), (2, 3), transposed=True)
+    order = DimOrder((12, 2, 3), (-2, False), (2, 3), transposed=True)
     assert order.permutation == [0, 2, 1]
     assert order.arranged == [12, 3, 2]
     assert [order.place(d) for d in (0, 1, 2, -1)] == [0, 2, 1, 1]
     assert [order.holds(d) for d in (0, 1, -1)] == [False, True, True]
-    assert DimOrder((6, 12), (0, True), (2, 3), transposed=True).permutation == [0, 1]
+    assert DimOrder((6, 12), (-2, True), (2, 3), transposed=True).permutation == [0, 1]
