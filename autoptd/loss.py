@@ -22,25 +22,19 @@ MOVING = Trait.REARRANGES | Trait.TAKES | Trait.PADS  # moves elements, or adds 
 LINEAR = MOVING | Trait.SCALES | Trait.REPEATS | Trait.LINEAR  # in its argument
 
 
-class Loss(NamedTuple):
-    """A cross-entropy of labels: the label it ignores, and whether it is a mean over the others, and a weighted one."""
-
-    target: fx.Node
-    ignored: int
-    mean: bool
-    weighted: bool
-
-
 class Lookup(NamedTuple):
-    """A lookup of `rows` of a table, or a loss over `rows` classes, with the number that the loss ignores.
+    """A lookup of `rows` of a table, or a cross-entropy over `rows` classes.
 
-    `numbers` are the row numbers or labels; `source` is the table or the logits.
+    `numbers` are the row numbers or labels; `source` is the table or the logits. A cross-entropy has the number that
+    it ignores, and whether it is a mean over the others, and a weighted one.
     """
 
     source: fx.Node
     numbers: fx.Node
     rows: int
-    ignored: int | None
+    ignored: int | None = None
+    mean: bool = False
+    weighted: bool = False
 
 
 def describe_inputs(program: Program) -> tuple[Input, ...]:
@@ -74,15 +68,12 @@ def find_lookups(program: Program) -> Iterator[Lookup]:
     """Yield the lookups of rows and the losses over classes in a program."""
     for node in (node for stage in program.stages for node in stage.graph.nodes):
         args: Any = node.args
-        ignored = argument(node, 4, "ignore_index", -100) if read_loss(node) else None
-        if node.target in (kernels.embedding, kernels.cross_entropy, kernels.nll_loss):
-            source, numbers, rows = args[1:4]
-        elif node.target in (aten.embedding.default, kernels.lookup, aten.cross_entropy_loss.default):
-            source, numbers = args[:2]
-            rows = shape_of(source)[0 if ignored is None else 1]
-        else:
-            continue
-        yield Lookup(source, numbers, rows, ignored)
+        if (loss := read_loss(node)) is not None:
+            yield loss
+        elif node.target is kernels.embedding:
+            yield Lookup(*args[1:4])
+        elif node.target in (aten.embedding.default, kernels.lookup):
+            yield Lookup(args[0], args[1], shape_of(args[0])[0])
 
 
 def find_counts(program: Program) -> tuple[str, ...]:
@@ -114,17 +105,17 @@ def find_divisors(node: fx.Node) -> Sequence[Any]:
     return node.args[:1] if inverse or aten_name(node.target) == "reciprocal" else ()
 
 
-def _find_places(program: Program) -> dict[str, list[tuple[fx.Node, Loss, tuple[int, int] | None]]]:
+def _find_places(program: Program) -> dict[str, list[tuple[fx.Node, Lookup, tuple[int, int] | None]]]:
     """Return the losses that read each input, each with the result of `_place`."""
-    found: dict[str, list[tuple[fx.Node, Loss, tuple[int, int] | None]]] = {}
+    found: dict[str, list[tuple[fx.Node, Lookup, tuple[int, int] | None]]] = {}
     for stage in program.stages:
         for node in stage.graph.nodes:
             loss = read_loss(node)
-            if loss is None or loss.target.meta["val"].is_floating_point():
+            if loss is None or loss.ignored is None or loss.numbers.meta["val"].is_floating_point():
                 continue  # a mean over probabilities ignores no row
-            for name, source in find_sources(loss.target):
+            for name, source in find_sources(loss.numbers):
                 counts = loss.mean and not loss.weighted
-                place = _place(source, loss.target, loss.ignored) if counts else None
+                place = _place(source, loss.numbers, loss.ignored) if counts else None
                 found.setdefault(name, []).append((node, loss, place))
     return found
 
@@ -135,15 +126,16 @@ def find_loss(program: Program) -> fx.Node:
     return loss
 
 
-def read_loss(node: fx.Node) -> Loss | None:
+def read_loss(node: fx.Node) -> Lookup | None:
     """Read a cross-entropy; return None for any other node."""
     ours = node.target in (kernels.cross_entropy, kernels.nll_loss)
     if not ours and node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
         return None
-    target, ignored = node.args[2 if ours else 1], argument(node, 4, "ignore_index", -100)
+    args: Any = node.args[1:] if ours else node.args
+    rows, ignored = args[2] if ours else shape_of(args[0])[:2][-1], argument(node, 4, "ignore_index", -100)
     mean = argument(node, 5 if ours else 3, "reduction", "mean" if ours else 1) in ("mean", 1)
     weighted = (node.kwargs.get("weight") if ours else argument(node, 2, "weight")) is not None
-    return Loss(target, ignored, mean, weighted) if isinstance(target, fx.Node) else None
+    return Lookup(args[0], args[1], rows, ignored, mean, weighted) if isinstance(args[1], fx.Node) else None
 
 
 def find_sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
@@ -275,7 +267,7 @@ def is_sum(program: Program) -> bool:
         return aten_name(node.target) == "sum" or has_batch(node) or not any(map(has_batch, sources))
 
     grown = {node: parts(node) for node in walk([find_loss(program)], parts)}
-    read = [loss.target for node in grown if (loss := read_loss(node))]
+    read = [loss.numbers for node in grown if (loss := read_loss(node))]
     values: list[Any] = [node.meta["val"] for node in (*grown, *read)]
     sizes = {n for x in (*values, *program.inputs) for n in getattr(x, "shape", ())} - {0, 1}
     batch = symbols.values.get(symbol("b"), 1)
