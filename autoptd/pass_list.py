@@ -8,7 +8,7 @@ from autoptd.options import Options
 from autoptd.passes.attention.recognition import recognize_attention
 from autoptd.passes.fusion.rules import fuse_operators
 from autoptd.passes.ir.nodes import require_info
-from autoptd.passes.ir.program import Passes, Program, Stage
+from autoptd.passes.ir.program import Passes, Program
 from autoptd.passes.layout.sequence_first import rewrite_layout
 from autoptd.passes.normal_form.constants import fold_constants
 from autoptd.passes.normal_form.normalize import normalize
@@ -57,17 +57,9 @@ def select_passes(options: Options, *phases: Phase) -> Passes:
 def _run(name: str, step: Callable[[Program], Program], program: Program) -> Program:
     result = step(program)
     for stage in result.stages:
-        check_stage(stage, f'after the pass "{name}"')
+        stage.graph.lint()
+        require_info(stage.graph, f'after the pass "{name}"')
     return result
-
-
-def check_stage(stage: Stage, at: str) -> None:
-    """Raise unless the graph is well formed, every node has its facts, and no partial sum is read as if it were whole.
-
-    ValueErrors name the graph by `at`.
-    """
-    stage.graph.lint()
-    require_info(stage.graph, at)
 
 
 def run_passes(passes: Passes, program: Program, say: Say, keep: Keep = lambda *_: None) -> Program:
