@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autoptd.capture.source_lines import user_line
+from autoptd.passes.ir.autograd_functions import tensors_in
 from autoptd.passes.ir.nodes import name_arguments
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Draw
@@ -122,7 +123,8 @@ class Writes(TorchDispatchMode):
     def _run(self, func: OpOverload, args: Sequence[Any], options: dict[str, Any]) -> Any:
         packet, values = func.overloadpacket, name_arguments(func, args, options)
         draws = _DRAWS[packet](values) if packet in _DRAWS else None
-        targets = list(_written_tensors(func, values))
+        written = (a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write)
+        targets = tensors_in([values[name] for name in written])
         if draws is not None and targets and targets[0].is_meta:
             result = targets[0]  # nothing is filled on the meta device, and torch takes a millisecond for it
         else:
@@ -177,17 +179,13 @@ class Writes(TorchDispatchMode):
         """Wrap torch.nn.init's truncated normal distribution, so that it is recorded for watched tensors."""
 
         def truncate(tensor: Tensor, mean: float, std: float, a: float, b: float, **options: Any) -> Tensor:
-            content = self._find(tensor)
-            if content is None:
-                return original(tensor, mean, std, a, b, **options)
-            box = _find_box(content, tensor)
             share = (erf((b - mean) / std / sqrt(2)) - erf((a - mean) / std / sqrt(2))) / 2
-            if box is None or share < SMALLEST_SHARE:
+            self._write(
+                "trunc_normal_", tensor, [Draw("truncated_normal", mean=mean, std=std, low=a, high=b)], {}
+            )
+            if (content := self._find(tensor)) is not None and share < SMALLEST_SHARE:
                 content.problem = f"{_place('trunc_normal_')} keeps {share:.1%} of a normal distribution"
                 return tensor
-            draw = Draw("truncated_normal", mean=mean, std=std, low=a, high=b, box=box)
-            content.written = [*(content.written if box else ()), Written(draw, next(self._calls))]
-            content.problem = content.problem if box else ""
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 return original(tensor, mean, std, a, b, **options)
 
@@ -210,13 +208,6 @@ def _is_meta_made(draws: list[Draw], values: Values) -> bool:
         return False
     constant = bool(draws) and draws[0].kind == "constant"
     return not constant or prod(size) >= (LONG if len(size) == 1 else LARGE)
-
-
-def _written_tensors(func: OpOverload, values: Values) -> Iterator[Tensor]:
-    for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = values[argument.name]
-            yield from [value] if isinstance(value, Tensor) else value or ()
 
 
 def _is_all(content: Content, tensor: Tensor) -> bool:
