@@ -5,10 +5,10 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from autoptd.capture.autocast_state import leave_autocast
+from autoptd.capture.example_inputs import make_example
 from autoptd.capture.export import capture
 from autoptd.capture.results import LossFunction
 from autoptd.options import Options
@@ -17,7 +17,6 @@ from autoptd.passes.ir.nodes import info, walk, where
 from autoptd.passes.ir.products import bound_arguments
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import kernels
-from autoptd.runtime.program.tagged_json import decode_value
 from autoptd.runtime.user_warnings import warn_caller
 
 
@@ -30,10 +29,9 @@ def mark_expanded(program: Program, options: Options, model: nn.Module, loss_fn:
     found = _list_draws(program)
     if not found or all(i.batch_dim is None or i.shape[i.batch_dim] > 1 for i in program.inputs):
         return program
-    inputs: dict[str, Any] = {n: decode_value(value, n) for n, value in program.fixed.items()}
-    for i in program.inputs:
-        shape = [2 * n if d == i.batch_dim else n for d, n in enumerate(i.shape)]
-        inputs[i.name] = torch.empty(shape, dtype=i.dtype, device="meta")
+    shapes = (tuple(2 * n if d == i.batch_dim else n for d, n in enumerate(i.shape)) for i in program.inputs)
+    doubled = tuple(replace(i, shape=shape) for i, shape in zip(program.inputs, shapes, strict=True))
+    inputs = make_example(replace(program, inputs=doubled))
     try:
         with warnings.catch_warnings(action="ignore"):  # the batch of one was warned of
             given: Any = {"example_inputs": inputs, "loss_fn": loss_fn, "microbatch_size": 2}

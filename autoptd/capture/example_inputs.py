@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # private, with no public twin
 
 from autoptd.capture.results import LossFunction
+from autoptd.passes.ir.program import Program
 from autoptd.runtime.program.manifest import Input, Manifest
 from autoptd.runtime.program.tagged_json import decode_value, encode_value
 from autoptd.runtime.user_warnings import warn_caller
@@ -101,10 +102,10 @@ def _warn_of_packing(given: Mapping[str, Any]) -> None:
         )
 
 
-def make_example(manifest: Manifest) -> dict[str, Any]:
+def make_example(program: Program | Manifest) -> dict[str, Any]:
     """Return one microbatch as compiled: tensors without values, and the fixed arguments."""
-    tensors = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in manifest.inputs}
-    return tensors | {name: decode_value(value, name) for name, value in manifest.fixed.items()}
+    tensors = {i.name: torch.empty(i.shape, dtype=i.dtype, device="meta") for i in program.inputs}
+    return tensors | {name: decode_value(value, name) for name, value in program.fixed.items()}
 
 
 def read_arguments(model: nn.Module, loss_fn: LossFunction) -> tuple[str, ...]:

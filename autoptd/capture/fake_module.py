@@ -9,7 +9,7 @@ from types import CellType, FunctionType, MethodType
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # private: a device, but no data
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -108,13 +108,8 @@ def _twin_of(value: object, twins: dict[int, object]) -> object:
 
 def set_training(model: nn.Module) -> None:
     """Put `model` in training mode for the trace; one that is in it keeps the modes of its submodules."""
-    if model.training:
-        return
-    if isinstance(model, fx.GraphModule):  # torch.export's refuse train()
-        for module in model.modules():
-            module.training = True
-    else:
-        model.train()
+    if not model.training:
+        type(model).train(model)  # the train() that torch.export gives to its own modules refuses
 
 
 def make_twin(tensor: Tensor, mode: FakeTensorMode | None = None) -> Tensor:

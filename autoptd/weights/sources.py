@@ -16,10 +16,6 @@ from autoptd.weights.safetensors_folder import SafetensorsFolder
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 3  # missing names that an error shows, with the nearest name given
-WAYS_OUT = (
-    "Give weights= to bind, or initializer= to compile: a function that initialises the model in place, as you "
-    "would call it on a model with real weights; it must write all of them if the constructor does more than build"
-)
 
 
 def read_weights(
@@ -59,7 +55,9 @@ def check_values(manifest: Manifest, tensors: Weights) -> None:
         why = manifest.uninitialized if unknown else "buffers get their values from the user only"
         raise ValueError(
             f"{len(empty)} tensors are on the meta device and have no values ({', '.join(empty[:5])}), and their "
-            f"initialisation is unknown: {why}. {WAYS_OUT}"
+            f"initialisation is unknown: {why}. Give weights= to bind, or initializer= to compile: a function that "
+            "initialises the model in place, as you would call it on a model with real weights; it must write all of "
+            "them if the constructor does more than build"
         )
 
 
