@@ -184,15 +184,10 @@ class _Recorded:
         """Return the recorded form of `value` if calling it or its members belongs in the graph, else `value`."""
         if isinstance(value, _Recorded):  # wrapped before, for another function of the text
             value = value._value
-        if isinstance(value, (OpOverload, OpOverloadPacket)):
-            return cls(recorder, value)
-        if isinstance(value, ModuleType):
-            name = value.__name__
-        elif inspect.isroutine(value):
-            name = getattr(value, "__module__", None) or ""
-        else:
+        if not isinstance(value, (ModuleType, OpOverload, OpOverloadPacket)) and not inspect.isroutine(value):
             return value
-        return cls(recorder, value) if name.partition(".")[0] in ("torch", "autoptd") else value
+        home = str(getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", ""))
+        return cls(recorder, value) if home.partition(".")[0] in ("torch", "autoptd") else value
 
     def __getattr__(self, name: str) -> Any:
         return self.wrap(self._recorder, getattr(self._value, name))
