@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from autoptd.passes.ir.names import free_name
-from autoptd.passes.ir.nodes import info, where
+from autoptd.passes.ir.nodes import info, operator_name, where
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.text.call_arguments import resolve_overload, shorten_call
 
@@ -148,18 +148,13 @@ def _index(item: Any, names: Names) -> str:
 @cache
 def _function(target: Any) -> str | None:
     """Write ``aten.linear`` and the like, without the overload; None if a program cannot name it."""
-    if isinstance(target, OpOverload):
-        target = target.overloadpacket
-    if isinstance(target, OpOverloadPacket):
-        namespace, name = target._qualified_op_name.split("::")
-        return f"aten.{name}" if namespace == "aten" else f"torch.ops.{namespace}.{name}"
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        name = operator_name(target)
+        return name if name.startswith("aten.") else f"torch.ops.{name}"
     if isinstance(target, AutogradFunction):
         return "kernels.autograd_function"
-    module = getattr(target, "__module__", None) or ""
-    for room in ("kernels", "collectives"):
-        if (module + ".").startswith(f"autoptd.runtime.{room}."):
-            return f"{room}.{target.__name__}"
-    return None
+    room = re.match(r"autoptd\.runtime\.(kernels|collectives)\b", getattr(target, "__module__", None) or "")
+    return f"{room[1]}.{target.__name__}" if room else None
 
 
 def _packet_suffices(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
