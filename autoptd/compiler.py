@@ -1,7 +1,7 @@
 """`autoptd.compile`: capture, the pipeline of passes, emission and proof. The one file that knows the whole."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -115,43 +115,31 @@ def compile(
 @paused_collector()
 @leave_modes()
 def _compile(
-    model: nn.Module,
-    mesh: object,
-    *,
-    example_inputs: Any,
-    microbatch_size: int | None,
-    schedule: str | None,
-    recompute: str | int | None,
-    fuse: bool,
-    layout: str,
-    rules: Mapping[Any, str] | None,
-    device: str | torch.device | None,
-    num_microbatches: int | None,
-    cluster: Cluster | str | Path | None,
-    **job: Any,
+    model: nn.Module, mesh: object, *, example_inputs: Any, microbatch_size: int | None, **job: Any
 ) -> CompiledProgram:
     """Compile the `model` for one mesh, with the other arguments of `compile`.
 
     Further input shapes are divided and cut where the first one is.
     """
-    known, name = options.read_mesh(mesh), "interleaved_1f1b" if schedule is None else schedule
-    chosen = Options("none" if recompute is None else recompute, fuse, layout, rules, device)
-    options.check_modes(schedule=name, recompute=chosen.recompute, layout=layout)
-    options.check_flags(fuse=fuse, scatter_gather=job["scatter_gather"])
-    counts = {"num_microbatches": num_microbatches, "num_model_chunks": job["num_model_chunks"]}
+    known = options.read_mesh(mesh)
+    defaults = {"schedule": "interleaved_1f1b", "num_microbatches": 8 * known.pipeline, "recompute": "none"}
+    job |= {name: value for name, value in defaults.items() if job[name] is None}
+    chosen = Options(**{field.name: job.pop(field.name) for field in fields(Options)})
+    options.check_modes(schedule=job["schedule"], recompute=chosen.recompute, layout=chosen.layout)
+    options.check_flags(fuse=chosen.fuse, scatter_gather=job["scatter_gather"])
+    counts = {name: job[name] for name in ("num_microbatches", "num_model_chunks")}
     options.check_free_counts(microbatch_size=microbatch_size, **counts)
     examples = input_shapes.list_examples(example_inputs)
     input_shapes.check_examples(model, examples, job["loss_fn"], microbatch_size)
-    described = None if cluster is None else Cluster.load(cluster)
+    job["cluster"] = None if job["cluster"] is None else Cluster.load(job["cluster"])
     with show_progress("compile") as say:
-        count = num_microbatches or 8 * known.pipeline
-        settled = _Job(model, known, name, chosen, count, described, say, **job)
+        settled = _Job(model, known, chosen, say, **job)
         divided = settled.divide(examples[0], microbatch_size)
         collect_garbage()
         with leave_autocast():
             # The call alone holds the search, and drops it when it is no longer needed.
             positions, first = fit_program(
-                settled.search(divided), lambda found: settled.finish(divided, found), described
+                settled.search(divided), lambda found: settled.finish(divided, found), settled.cluster
             )
         further = []
         for number, example in enumerate(examples[1:], 1):
@@ -175,11 +163,11 @@ class _Job:
 
     model: nn.Module
     mesh: Mesh
-    schedule: str
     options: Options
+    say: Say
+    schedule: str
     num_microbatches: int
     cluster: Cluster | None
-    say: Say
     loss_fn: Callable[..., torch.Tensor] | None
     outputs: Outputs
     scatter_gather: bool
