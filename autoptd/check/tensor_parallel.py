@@ -42,13 +42,11 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
     if tensor == 1:
         return ()
     rules = read_rules(manifest.rules)
-    walks: list[StageWalk] = []
+    walks = [StageWalk(index, stage, rules, find_trained(stage)) for index, stage in enumerate(stages)]
     arriving: list[proof.Found] = []
-    for index, stage in enumerate(stages):
-        walk = StageWalk(index, stage, rules, find_trained(stage))
-        walk.forward(arriving, manifest.stages[index], tensor)
+    for walk in walks:
+        walk.forward(arriving, manifest.stages[walk.index], tensor)
         arriving = [walk.placements[n] for n in walk.results]
-        walks.append(walk)
     leaving: list[Gradient | None] = ["whole"]
     for walk in reversed(walks):
         leaving = walk.backward(leaving, manifest.stages[walk.index].receives)
@@ -222,12 +220,9 @@ class StageWalk:
                 self._refuse(node, f"{place(node)}, which {what}")
         elif has_trait(node, Trait.SUMS_GRADIENTS) or _is_copied_part(node):
             if gradient == "whole":
-                copies = node.target is collectives.copy_to_tensor
-                way = (
-                    "leave this copy_to_tensor out"
-                    if copies
-                    else "compute this linear without its all-reduce"
-                )
+                way = "compute this linear without its all-reduce"
+                if node.target is collectives.copy_to_tensor:
+                    way = "leave this copy_to_tensor out"
                 raise proof.PlacementError(
                     f"stage {self.index}: {place(node)} all-reduces a gradient that is whole on every tensor "
                     f"rank, and so multiplies it by their number: only divided operators may read it; {way}"
