@@ -64,16 +64,15 @@ class Functions:
     """The autograd functions called during a trace with this state of `autocast`, each with a line for the log."""
 
     def __init__(self, autocast: Autocast | None) -> None:
-        self.seen: dict[type, str] = {}
+        self.notes: dict[object, str] = {}  # also one of each place of activation checkpointing
         self._device = "cpu" if autocast is None else autocast.device
-        self.checkpointed: dict[str, None] = {}  # the places of activation checkpointing
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Trace every call of an autograd function in this block as an operator, and a checkpoint as what it wraps."""
 
         def look_through(*_: Any, **__: Any) -> Iterator[None]:
-            self.checkpointed[user_line()] = None
+            self._note_checkpoint(user_line())
             yield
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,14 +89,13 @@ class Functions:
         with patch.object(_BASE, "apply", classmethod(apply), create=True), inner:
             yield
 
-    def describe(self) -> tuple[str, ...]:
-        """Return a log line for each checkpoint and each function."""
+    def _note_checkpoint(self, place: str) -> None:
         inlined = "activation checkpointing is inlined; recompute= says what the backward computes again"
-        return (*(f"{place}: {inlined}" for place in self.checkpointed), *self.seen.values())
+        self.notes[place] = f"{place}: {inlined}"
 
     def _inline(self, args: tuple[Any, ...]) -> Any:
         place = user_line()
-        self.checkpointed[place] = None
+        self._note_checkpoint(place)
         result = args[0](*args[2:])
         if _need_gradient(tree_leaves(result)) and not _need_gradient(args[2:]):
             raise ValueError(
@@ -126,7 +124,7 @@ class Functions:
         for mode in _get_current_function_mode_stack():
             if isinstance(mode, Calls):
                 mode.note(calls)
-        self.seen.setdefault(cls, f"{place}: {cls.__name__} is one operator, with its own backward{note}")
+        self.notes.setdefault(cls, f"{place}: {cls.__name__} is one operator, with its own backward{note}")
         held = [... if isinstance(x, Tensor) else x for x in leaves]
         shapes = [(x.shape, x.dtype) for x in tensors_in((args, results))]
         key = f"{function.path} {held} {spec} {shapes}"

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -71,7 +71,8 @@ def capture(
         values = tuple(torch.empty(i.shape, dtype=i.dtype) for i in examples.inputs)
     loss_twin = copy_structure(loss_fn, twin_of) if isinstance(loss_fn, nn.Module) else loss_fn
     seen = find_device(model, device)
-    objective = Objective(copy_structure(model, twin_of), examples, loss_twin, buffers, outputs, seen)
+    objective = Objective(copy_structure(model, twin_of), examples, loss_twin, outputs, seen)
+    objective.known.buffers |= buffers
     autocast = read_autocast(model)
     functions = Functions(autocast)
 
@@ -93,7 +94,7 @@ def capture(
             raise ValueError(explain(error, objective, run)) from error
         differences = tuple(_compare_modes(objective, run))
     unchecked = "is an assertion on data, and not in the program: a step checks row numbers and labels"
-    notes = (*functions.describe(), *differences, *(f"{line} {unchecked}" for line in assumed))
+    notes = (*functions.notes.values(), *differences, *(f"{line} {unchecked}" for line in assumed))
     tensors = _name_tensors(model, loss_fn, exported, objective.result.assigned)
     if objective.result.varying:
         warn_caller(
@@ -179,7 +180,7 @@ class _Tensors(NamedTuple):
     parameters: Mapping[str, Parameter]
     aliases: Mapping[str, str]
     buffers: Mapping[str, Tensor]
-    placeholders: Mapping[str, str]
+    placeholders: Mapping[fx.Node, str]
 
 
 def _name_tensors(
@@ -205,15 +206,15 @@ def _name_tensors(
             buffers[name] = tensor.detach()
     places = {t.data_ptr(): name for name, t in model.named_parameters() if not t.is_meta and t.numel()}
     assigned = {tensor.data_ptr(): place for place, tensor in written.items() if type(tensor) is Tensor}
-    placeholders: dict[str, str] = {}
-    for spec in exported.graph_signature.input_specs:
+    placeholders: dict[fx.Node, str] = {}
+    for node, spec in _placeholders(exported):
         if spec.kind is InputKind.USER_INPUT:
             continue
         name = str(spec.target).removeprefix("captured.")
-        placeholders[spec.arg.name] = aliases.get(name, name)
+        placeholders[node] = aliases.get(name, name)
         if spec.kind not in (InputKind.CUSTOM_OBJ, InputKind.CONSTANT_TENSOR):
             continue
-        value, place = exported.constants[str(spec.target)], _first_use(exported, spec.arg.name)
+        value, place = exported.constants[str(spec.target)], _first_use(node)
         if spec.kind is InputKind.CUSTOM_OBJ:
             raise ValueError(
                 f"{place} gets {value!r}, which is not a tensor. Random numbers of a generator would differ between "
@@ -238,9 +239,13 @@ def _name_tensors(
     return _Tensors(parameters, aliases, buffers, placeholders)
 
 
-def _first_use(exported: ExportedProgram, placeholder: str) -> str:
+def _placeholders(exported: ExportedProgram) -> Iterator[tuple[fx.Node, InputSpec]]:
+    nodes = exported.graph.find_nodes(op="placeholder")
+    return zip(nodes, exported.graph_signature.input_specs, strict=True)
+
+
+def _first_use(node: fx.Node) -> str:
     """Describe the operator that reads an input of the exported graph first: "aten.add.Tensor (gpt.py:52)"."""
-    node = next(node for node in exported.graph.nodes if node.name == placeholder)
     user = next(iter(node.users), node)
     line = short_line(user.meta.get("stack_trace") or "")
     return f"{user.target} ({line})" if line else str(user.target)
@@ -257,19 +262,18 @@ def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Ten
 
 def _build_graph(exported: ExportedProgram, tensors: _Tensors, objective: Objective) -> fx.Graph:
     """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
-    inputs = [s.arg.name for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+    inputs = [node for node, spec in _placeholders(exported) if spec.kind is InputKind.USER_INPUT]
     _drop_checks(exported.graph)
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, fx.Node] = {}
-    own = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     for placeholder, value in zip(inputs, objective.inputs, strict=True):
-        values[own[placeholder]] = new = graph.placeholder(value.name)
-        _describe_node(new, own[placeholder], role="input")
+        values[placeholder] = new = graph.placeholder(value.name)
+        _describe_node(new, placeholder, role="input")
 
     def value_of(node: fx.Node) -> fx.Node:
         if node not in values:
-            target = tensors.placeholders[node.name]
+            target = tensors.placeholders[node]
             if target not in attributes:
                 attributes[target] = graph.create_node("get_attr", target)
                 _describe_node(attributes[target], node)
@@ -316,8 +320,7 @@ def _region(owner: fx.GraphModule, node: fx.Node) -> fx.Graph:
     for inner in region.graph.nodes:
         nested = _region(region, inner) if inner.op == "get_attr" else None
         _describe_node(inner, inner, region=nested)
-    graph: fx.Graph = region.graph
-    return graph
+    return region.graph  # type: ignore[no-any-return]
 
 
 def _describe_node(new: fx.Node, node: fx.Node, **facts: Any) -> None:

@@ -36,9 +36,10 @@ class KnownValues(TorchFunctionMode):
     something. A run of the same forward without a trace is given, at each place, what the trace read there.
     """
 
-    def __init__(self, traced: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(self, traced: nn.Module) -> None:
         super().__init__()
-        self.traced, self.buffers = traced, buffers
+        self.traced = traced
+        self.buffers: dict[str, Tensor] = {}
         self.read: set[str] = set()
         self._given: defaultdict[str, deque[Any]] = defaultdict(deque)
 

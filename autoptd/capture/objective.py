@@ -33,18 +33,12 @@ class Result:
 class Objective(nn.Module):
     """A module that calls `model` with the inputs of `examples` and returns the scalar loss; `result` is the rest.
 
-    `buffers` are those that a trace may read (see `KnownValues`). With `wanted` outputs it returns the loss and these.
-    Forward sees its tensors on the `device`.
+    A trace may read the values of `known`. With `wanted` outputs it returns the loss and these. Forward sees its
+    tensors on the `device`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        examples: Examples,
-        loss_fn: LossFunction,
-        buffers: Mapping[str, Tensor] | None = None,
-        wanted: Outputs = (),
-        device: str = "cpu",
+        self, model: nn.Module, examples: Examples, loss_fn: LossFunction, wanted: Outputs, device: str
     ) -> None:
         super().__init__()
         self.captured = model
@@ -53,7 +47,7 @@ class Objective(nn.Module):
         self.loss_fn, self.wanted, self.device = loss_fn, wanted, device
         self.targets = frozenset(examples.targets)
         self.result = Result()
-        self.known = KnownValues(self, buffers or {})
+        self.known = KnownValues(self)
 
     def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         try:

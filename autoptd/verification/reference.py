@@ -43,7 +43,7 @@ def run_plain(
     examples = replace(read_examples(model, make_example(manifest), loss_fn, None), inputs=manifest.inputs)
     paths = (result.path for stage in manifest.stages for result in stage.outputs)
     wanted = tuple(dict.fromkeys(path[0] for path in paths))
-    objective = Objective(model, examples, loss_fn, wanted=wanted, device=manifest.device)
+    objective = Objective(model, examples, loss_fn, wanted, manifest.device)
     leaves = {}
     for name, parameter in manifest.parameters.items():
         if parameter.kind != "constant" and name in tensors:
