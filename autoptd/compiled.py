@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.capture.export import check_model
+from autoptd.capture.quantized_modules import read_quantized
 from autoptd.check.program import ProgramError, check_program
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import describe_shape, find_disagreement, naming_program
@@ -154,6 +155,7 @@ class CompiledProgram:
         reference = self.model if model is None else model
         if reference is None:
             raise ValueError("a loaded program has no model to compare with; call verify(model=...)")
+        reference = read_quantized(reference)
         check_model(reference)
         programs: Sequence[CompiledProgram] = self.shapes
         if batch is not None:

@@ -14,6 +14,7 @@ from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.broadcast_dropout import mark_expanded
 from autoptd.capture.export import capture
 from autoptd.capture.fake_module import leave_modes
+from autoptd.capture.quantized_modules import read_quantized
 from autoptd.capture.results import Outputs
 from autoptd.compiled import CompiledProgram
 from autoptd.description import describe_program, write_title
@@ -95,6 +96,7 @@ def compile(
     """
     end_with_launcher()  # compiling takes its time, and comes before bind
     options.check_known(compile, unknown)
+    model = read_quantized(model)
     options.check_seed(seed)
     needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
     options.check_planned(mesh, needed, num_microbatches)

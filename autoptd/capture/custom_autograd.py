@@ -22,6 +22,7 @@ from autoptd.capture.source_lines import user_line
 from autoptd.passes.ir.autocast import Autocast
 from autoptd.passes.ir.autograd_functions import find_cast, run_backward, run_forward, tensors_in
 from autoptd.passes.normal_form.autocast import is_eligible
+from autoptd.runtime import kernels
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.class_path import find_class
 
@@ -140,9 +141,11 @@ class Functions:
 
 
 def write_functions(root: fx.GraphModule) -> None:
-    """Write the calls that were traced into the graph of `root` and those of its regions, in place."""
+    """Write the calls that were traced, and kernels, into the graph of `root` and those of its regions, in place."""
     for part in root.modules():
         graph = part.graph if isinstance(part, fx.GraphModule) else fx.Graph()
+        for node in [node for node in graph.nodes if getattr(node.target, "namespace", "") == "autoptd"]:
+            node.target = getattr(kernels, node.target._opname)
         for node in [node for node in graph.nodes if node.target is _TRACED]:
             key, tensors = node.args
             call, given = _CALLS[key], iter(tensors)

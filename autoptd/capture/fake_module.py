@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
 from unittest.mock import patch
 
@@ -48,13 +48,16 @@ def leave_modes() -> Iterator[None]:
         yield
 
 
-def copy_structure(model: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> nn.Module:
+def copy_structure(
+    model: nn.Module, twin_of: Callable[[Tensor], Tensor], others: Mapping[int, object] = {}
+) -> nn.Module:
     """Copy `model`'s structure; every parameter and buffer becomes its twin, such as `make_twin`'s, ties kept.
 
-    The user's model stays unchanged. The copy is in training mode; one of a training model keeps its submodules' modes.
+    So do `others` than tensors, by their ids. The user's model stays unchanged. The copy is in training mode; one of a
+    training model keeps its submodules' modes.
     """
     tensors = (*model.parameters(), *model.buffers())
-    memo: dict[int, object] = {id(tensor): twin_of(tensor) for tensor in tensors}
+    memo: dict[int, object] = {id(tensor): twin_of(tensor) for tensor in tensors} | dict(others)
     for module in model.modules():
         for tensor in tree_leaves(list(vars(module).values())):  # attributes, in containers included
             if isinstance(tensor, Tensor) and id(tensor) not in memo:

@@ -18,6 +18,7 @@ from torch import nn
 
 from autoptd.capture.example_inputs import read_examples
 from autoptd.capture.export import capture, check_model
+from autoptd.capture.quantized_modules import read_quantized
 from autoptd.gc_pause import paused_collector
 from autoptd.options import Options
 from autoptd.pass_list import run_passes, select_passes
@@ -87,6 +88,7 @@ class Estimator:
         self.cluster, self._world_size = cluster, world_size
         self.training = training or Training()
         self._dtype, self._search = dtype, search
+        model = read_quantized(model)
         check_model(model)
         self._examples = read_examples(model, example_inputs, loss_fn, None)
         self._model, self._short = model, shorten_model(model, self._examples)

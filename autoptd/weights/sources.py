@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from autoptd.capture.quantized_modules import read_quantized, unpack_state
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.user_warnings import warn_caller
 from autoptd.runtime.weights.file_tensor import FileTensor, Weights
@@ -32,12 +33,13 @@ def read_weights(
         weights = SafetensorsFolder(weights)
     own: dict[str, Tensor | FileTensor] = {}
     if isinstance(weights, nn.Module):
+        weights = read_quantized(weights)
         own |= weights.named_parameters(remove_duplicate=False)
         own |= weights.named_buffers(remove_duplicate=False)
     elif isinstance(weights, SafetensorsFolder):
-        own |= weights.stored
+        own |= unpack_state(weights.stored)
     elif isinstance(weights, Mapping):
-        own |= weights
+        own |= unpack_state(weights)
         for name, value in weights.items():
             if not isinstance(value, Tensor) or value.layout is not torch.strided:
                 raise TypeError(f"weights[{name!r}] is a {type(value).__name__}; expected a dense tensor")
@@ -75,12 +77,12 @@ def check_given(manifest: Manifest, tensors: Weights) -> None:
     for name in wanted:
         known, expected = find_name(manifest, tensors, name), manifest.parameters[name]
         given = tensors[known]
-        check_whole(known, given, expected)
         if expected.dtype.is_floating_point and given.dtype not in FLOATING:
             raise ValueError(
                 f"{known} is {given.dtype} in the weights given, {expected.dtype} in the program: the numbers of a "
-                "quantized model need its scales to be weights; give them dequantized"
+                "quantized model need its scales to be weights; give them dequantized, or compile the quantized model"
             )
+        check_whole(known, given, expected)
     check_tied(manifest, tensors)
     if others and os.environ.get("RANK", "0") == "0":
         warn_caller(

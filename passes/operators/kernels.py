@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, shape_of
-from autoptd.passes.ir.products import bound_arguments, read_products
+from autoptd.passes.ir.products import MatrixProduct, bound_arguments, read_products
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import products, proof
 from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.gemms import find_gradients, multiply
 from autoptd.passes.operators.pointwise import elementwise_order
-from autoptd.passes.operators.quantities import Value, Work, differentiate
+from autoptd.passes.operators.quantities import Product, Value, Work, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed
 from autoptd.passes.operators.views import regroup_axes, view_backward
@@ -43,6 +44,51 @@ def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
         product = replace(read_products(node)[0], bias=None)
         kept = products.place_product(product, placements) is proof.PARTIAL
     return proof.PARTIAL if kept and total is proof.PARTIAL else proof.refuse_partial(node, placements)
+
+
+# Linears of quantized weights
+
+
+def _quantized_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
+    """Relate [.., blocks * size] x [out, blocks, bytes] -> [.., out], with the scales [out, blocks] of whole blocks."""
+    x, packed, absmax, table = (axis_map.of(given) for given in node.args[:4])
+    sizes = packed[1].size, x[-1].size // packed[1].size
+    blocks, inner = regroup_axes(node, x[-1:], sizes, "takes it apart, into blocks of one scale")
+    for axis in (inner, packed[2], *table):
+        ax.block(axis, f"{called(node)} has one scale for a block of it")
+    for one, other in ((blocks, packed[1]), *zip(packed, absmax, strict=False)):
+        ax.unify(one, other)
+    axis_map.sum_over(node, blocks)
+    return (*x[:-1], packed[0])
+
+
+def _quantized_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    """Like a product with the scales, which are divided as the blocks are."""
+    x, packed, absmax = tensor_arguments(node)[:3]
+    left, right, scales = (proof.read(given, placements) for given in (x, packed, absmax))
+    if (right.dim, proof.describe_runs(right)) != (scales.dim, proof.describe_runs(scales)):
+        raise proof.PlacementError(
+            f"reads {proof.describe(packed, placements)}, and the scales {proof.describe(absmax, placements)}: "
+            "expected both divided alike, into whole blocks"
+        )
+    (*rows, width), count = shape_of(x), shape_of(packed)[1]
+    if left.dim == len(rows) and right.dim == 1:
+        left = proof.regroup(left, (*rows, width), (*rows, count, width // count))
+        if left.dim != len(rows):
+            return proof.UNKNOWN
+    return products.place_product(MatrixProduct(node, x, absmax, contracted=1), {x: left, absmax: scales})
+
+
+def _quantized_work(node: fx.Node, value: Value, wanted: Sequence[fx.Node] = ()) -> Work:
+    """The weight is made first, by way of indices and of numbers as wide as scales; the backward makes it again."""
+    x, packed, absmax, table = tensor_arguments(node)
+    (*rows, inner), columns = value.shape(x), value.shape(node)[-1]
+    given, made, sizes = (node, x, (inner, columns)) if wanted else (x, node, (columns, inner))
+    wide, narrow = (source.meta["val"].element_size() for source in (absmax, x))
+    moved = 4 * value.count(packed) + inner * columns * (2 * wide + narrow)
+    read = sum(map(value.bytes, (given, packed, absmax, table))) + moved
+    gemm = Product(1, prod(rows), *sizes)
+    return Work((gemm,), inner * columns, read=read, written=moved + value.bytes(made), launches=5)
 
 
 # Dropout
@@ -145,6 +191,14 @@ RULES: Mapping[Any, OperatorRules] = {
     kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=products.rows_order),
     **dict.fromkeys((kernels.linear, kernels.linear_gelu), products.PRODUCT),
     kernels.add_linear: replace(products.PRODUCT, of_partial=_added_partial),
+    kernels.quantized_linear: OperatorRules(
+        axes=_quantized_axes,
+        placed=_quantized_placed,
+        order=products.rows_order,
+        work=_quantized_work,
+        backward=_quantized_work,
+        copies=products.row_copies,
+    ),
     **dict.fromkeys((kernels.bias_gelu, kernels.gated_product), OperatorRules(placed=proof.elementwise)),
     kernels.dropout: replace(
         _SUM, axes=broadcast, local=keyed_local, order=elementwise_order, backward=None, keeps="nothing"

@@ -19,6 +19,7 @@ from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
 from autoptd.runtime.kernels.keyed_uniform import uniform
 from autoptd.runtime.kernels.linear import add_linear, linear, split_linear
 from autoptd.runtime.kernels.masked_softmax import scaled_softmax
+from autoptd.runtime.kernels.quantized_linear import quantized_linear
 from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from autoptd.runtime.kernels.rotary_position import rotary_embedding
 from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, logsumexp, lookup
@@ -26,5 +27,5 @@ from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, logsume
 __all__ = ["add_layer_norm", "add_linear", "add_rms_norm", "autograd_function", "bias_dropout_add"]
 __all__ += ["bias_gelu", "clear_padding", "cross_entropy", "dropout", "embedding", "gated_product"]
 __all__ += ["grouped_attention", "layer_norm", "linear", "linear_gelu", "logsumexp", "lookup", "maximum"]
-__all__ += ["nll_loss", "one_hot", "pick", "rms_norm", "rotary_embedding", "scaled_softmax", "split_linear"]
-__all__ += ["uniform"]
+__all__ += ["nll_loss", "one_hot", "pick", "quantized_linear", "rms_norm", "rotary_embedding"]
+__all__ += ["scaled_softmax", "split_linear", "uniform"]

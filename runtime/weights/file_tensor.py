@@ -35,6 +35,18 @@ class FileTensor:
             return cast(Tensor, found)
 
 
+@dataclass(frozen=True)
+class PackedFile(FileTensor):
+    """Bytes of a file in another shape than it has: `per_row` of its rows are one of these."""
+
+    per_row: int = 1
+
+    def read(self, *rows: slice) -> Tensor:
+        first, *others = rows or (slice(0, self.shape[0]),)
+        taken = super().read(slice(first.start * self.per_row, first.stop * self.per_row))
+        return taken.view(torch.uint8).view(-1, *self.shape[1:])[(slice(None), *others)]
+
+
 Weights = Mapping[str, Tensor | FileTensor]
 
 
