@@ -51,7 +51,7 @@ def time_messages(timer: Timer) -> Iterator[tuple[str, Any]]:
             arriving = back.receive(x.shape, x.dtype, timer.device)  # noqa: B023
             there.send(x)  # noqa: B023
             arriving.wait()
-            there.flush()
+            there.release()
 
         yield "reduced", [size, time_together(timer, lambda: group.all_reduce(x))]  # noqa: B023
         yield "sent", [size, time_together(timer, exchange)]

@@ -1,6 +1,5 @@
 """Point-to-point messages: one first-in-first-out channel per ordered pair of ranks, whose sends never wait."""
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -16,27 +15,7 @@ from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Mesh
 
 
-class Channel(ABC):
-    """A channel from one rank to another: its source sends and its destination receives, in the same order."""
-
-    @abstractmethod
-    def send(self, x: Tensor) -> int:
-        """Post `x`, which must not be changed before `release` or `flush`; return its number on the channel."""
-
-    @abstractmethod
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
-        """Post the receive of the next tensor of the channel."""
-
-    @abstractmethod
-    def release(self, number: float) -> None:
-        """Release the tensors that were sent up to `number`, which must have arrived."""
-
-    def flush(self) -> None:
-        """Wait until all posted tensors have left; for the end of a step."""
-        self.release(inf)
-
-
-class ThreadChannel(Channel):
+class ThreadChannel:
     """A channel between two threads of `world`; both ends share the object. A send is complete when it returns."""
 
     def __init__(self, world: ThreadWorld, name: str) -> None:
@@ -53,7 +32,7 @@ class ThreadChannel(Channel):
             self.world.condition.notify_all()
         return number
 
-    def release(self, number: float) -> None:
+    def release(self, number: float = inf) -> None:
         """Do nothing: a receiver has a copy."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
@@ -69,8 +48,8 @@ class ThreadChannel(Channel):
         return x
 
 
-class ProcessChannel(Channel):
-    """A channel between the processes of global ranks `source` and `destination`.
+class ProcessChannel:
+    """A channel between the processes of global ranks `source`, which sends, and `destination`, in the same order.
 
     `group` None is the default group. A group of all ranks is right for gloo, which keeps the order of the messages of
     an ordered pair and does not mix the two directions. NCCL runs the operations of one communicator one after the
@@ -85,21 +64,24 @@ class ProcessChannel(Channel):
         self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
 
     def send(self, x: Tensor) -> int:
+        """Post `x`, which must not be changed before it is released; return its number on the channel."""
         x, number = x.detach().contiguous(), next(self._numbers)
         work = dist.isend(x, self.destination, self.group)
         assert work is not None  # as for a process outside of the group
         self._sent.append((number, work, x))
         # Free what has left only after posting `x`, which the receiver may be waiting for. (Gloo reports a send as
-        # complete only to `wait`, which `release` and `flush` call.)
+        # complete only to `wait`, which `release` calls.)
         while len(self._sent) > 1 and self._sent[0][1].is_completed():
             self._sent.popleft()
         return number
 
-    def release(self, number: float) -> None:
+    def release(self, number: float = inf) -> None:
+        """Wait until the tensors sent up to `number` have left, or all at the end of a step; let go of them."""
         while self._sent and self._sent[0][0] <= number:
             self._sent.popleft()[1].wait()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
+        """Post the receive of the next tensor of the channel."""
         x = torch.empty(tuple(shape), dtype=dtype, device=device)
         return running(x, dist.irecv(x, self.source, self.group))
 
@@ -108,6 +90,9 @@ class ProcessChannel(Channel):
         x, sends = torch.zeros(1, device=device), dist.get_rank() == self.source
         post, peer = (dist.isend, self.destination) if sends else (dist.irecv, self.source)
         running(x, post(x, peer, self.group)).wait()
+
+
+Channel = ThreadChannel | ProcessChannel
 
 
 def neighbours(mesh: Mesh) -> list[tuple[int, int]]:

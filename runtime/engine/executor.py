@@ -181,29 +181,21 @@ class Executor:
 
     def _join(self, boundary: int) -> None:
         """Give the stages on either side of `boundary` (stage `boundary` and the next) their buffers."""
-        lower, upper = self.stages.get(boundary), self.stages.get(boundary + 1)
-        if lower is not None and upper is not None:
-            lower.puts[Kind.SEND_OUTPUT] = upper.takes[Kind.RECEIVE_INPUT] = LocalBoundary()
-            upper.puts[Kind.SEND_GRADIENT] = lower.takes[Kind.RECEIVE_GRADIENT] = LocalBoundary()
-            return
-        values = self.manifest.stages[boundary].sends
-        gradients = [value for value in values if value.requires_grad]
-        pipeline, above = self.manifest.mesh.pipeline, boundary + 1
+        values: Sequence[Boundary] = self.manifest.stages[boundary].sends
         shared = self._connection.rank.group("tensor"), self.manifest.scatter_gather
-
-        def send(values: Sequence[Boundary], source: int, target: int) -> SendBuffer:
-            channel = self._connection.outgoing[target % pipeline]
-            return SendBuffer(values, channel, *shared, self.sent, f"stage {source} -> {target}")
-
-        def receive(values: Sequence[Boundary], source: int) -> RecvBuffer:
-            return RecvBuffer(values, self._connection.incoming[source % pipeline], *shared, self._device)
-
-        if lower is not None:
-            lower.puts[Kind.SEND_OUTPUT] = send(values, boundary, above)
-            lower.takes[Kind.RECEIVE_GRADIENT] = receive(gradients, above)
-        if upper is not None:
-            upper.puts[Kind.SEND_GRADIENT] = send(gradients, above, boundary)
-            upper.takes[Kind.RECEIVE_INPUT] = receive(values, boundary)
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            source, target = (boundary, boundary + 1)[:: kind.direction]
+            sender, receiver = self.stages.get(source), self.stages.get(target)
+            if sender is not None and receiver is not None:
+                sender.puts[kind.send] = receiver.takes[kind.receive] = LocalBoundary()
+            elif sender is not None:
+                out = self._connection.outgoing[target % self.manifest.mesh.pipeline]
+                label = f"stage {source} -> {target}"
+                sender.puts[kind.send] = SendBuffer(values, out, *shared, self.sent, label)
+            elif receiver is not None:
+                channel = self._connection.incoming[source % self.manifest.mesh.pipeline]
+                receiver.takes[kind.receive] = RecvBuffer(values, channel, *shared, self._device)
+            values = [value for value in values if value.requires_grad]  # only these have gradients
 
     def _buffer(self, action: Action) -> Buffer | None:
         """Return the buffer that `action` sends from or receives into; None where the stage or boundary is not here."""
@@ -288,7 +280,7 @@ class Executor:
                     error.add_note(f"(in {action}, at {rank.coordinates})")
                     raise
         for channel in self._connection.outgoing.values():
-            channel.flush()
+            channel.release()
         last = self.stages.get(len(self.manifest.stages) - 1)
         losses = [] if last is None else [loss for _, loss in sorted(last.losses.items())]
         for stage in self.stages.values():

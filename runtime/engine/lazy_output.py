@@ -183,16 +183,8 @@ def _of_whole(name: str) -> Callable[..., Any]:
     return lambda output, *args, **kwargs: getattr(output.full(), name)(*args, **kwargs)
 
 
-for _name in [
-    "numpy",
-    "tolist",
-    "data_ptr",
-    "untyped_storage",
-    "__dlpack__",
-    "__reduce_ex__",
-    "__deepcopy__",
-]:
-    setattr(LazyOutput, _name, _of_whole(_name))
+for _key in ["numpy", "tolist", "data_ptr", "untyped_storage", "__dlpack__", "__reduce_ex__", "__deepcopy__"]:
+    setattr(LazyOutput, _key, _of_whole(_key))
 
 
 def _read(guarded: bool, make: Callable[[], Tensor]) -> Tensor:

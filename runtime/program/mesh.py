@@ -1,6 +1,6 @@
 """The mesh: which global rank stands where on its named axes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -11,23 +11,11 @@ TORCH_DIMS = {"data": "dp", "pipeline": "pp", "tensor": "tp"}
 """The name of each mesh axis as a dim of torch's DeviceMesh; a further axis has its own name there."""
 
 
-class OverAxes(Mapping[str, T]):
-    """A value for each of some mesh axes, fixed and hashable."""
+class OverAxes(dict[str, T]):
+    """A value for each of some mesh axes; nobody changes one, so that it is hashable."""
 
-    def __init__(self, **axes: T) -> None:
-        self._axes = axes
-
-    def __getitem__(self, axis: str) -> T:
-        return self._axes[axis]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._axes.items()))
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{axis}={value}' for axis, value in self.items())})"

@@ -167,13 +167,13 @@ class Placement(OverAxes[AxisPlacement]):
     """
 
     def __init__(self, **axes: AxisPlacement) -> None:
-        super().__init__(**{axis: on for axis, on in axes.items() if on != REPLICATE})
+        super().__init__({axis: on for axis, on in axes.items() if on != REPLICATE})
         self.is_divided = any(isinstance(on, Shard) for on in self.values())
         self.is_partial = any(isinstance(on, Partial) for on in self.values())
         self.has_partial_gradient = any(on.partial_gradient for on in self.values())
 
-    def __getitem__(self, axis: str) -> AxisPlacement:
-        return self._axes.get(axis, REPLICATE)
+    def __missing__(self, axis: str) -> AxisPlacement:
+        return REPLICATE
 
     def with_partial_gradient(self, axis: str) -> Placement:
         """Return the same placement where each rank of the `axis` has a term of the gradient."""

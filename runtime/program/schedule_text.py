@@ -40,9 +40,8 @@ class _Run(NamedTuple):
     step: int
 
 
-_Cycle = tuple[
-    slice, Sequence[_Run], int, int
-]  # the runs that it covers, those that come again, times and step
+# The runs that it covers, those that come again, times and step.
+_Cycle = tuple[slice, Sequence[_Run], int, int]
 
 
 def format_schedule(actions: Sequence[Action]) -> str:

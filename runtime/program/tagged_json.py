@@ -59,25 +59,19 @@ def decode_value(value: Any, place: str) -> Any:
             return float(inner)
         if kind == "tuple" and isinstance(inner, list):
             return tuple(decode_value(inner, place))
-        if kind in _TABLES and isinstance(inner, list):
-            return _TABLES[kind](dict(_decode_pairs(inner, place)))
+        if kind in _TABLES and isinstance(inner, list) and all(map(_is_pair, inner)):
+            pairs = decode_value(inner, place)
+            try:
+                return _TABLES[kind](dict(pairs))
+            except TypeError as error:
+                raise ValueError(f"{place} has a key that can be none: {error}") from None
         if kind in DTYPES:
             return _decode_number(decode_value(inner, place), kind, place)
     raise ValueError(f"{place} is {show(value)}, which is no tagged value")
 
 
-def _decode_pairs(pairs: list[Any], place: str) -> list[tuple[Any, Any]]:
-    decoded = []
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"{place} has {show(pair)}, expected a key and a value")
-        key, item = (decode_value(part, place) for part in pair)
-        try:
-            hash(key)
-        except TypeError:
-            raise ValueError(f"{place} has the key {show(key)}, which can be none") from None
-        decoded.append((key, item))
-    return decoded
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _decode_number(value: Any, kind: str, place: str) -> Tensor:

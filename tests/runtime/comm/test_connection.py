@@ -68,7 +68,7 @@ def test_groups_and_channels_follow_a_reordered_mesh() -> None:
         peer = 1 - at.pipeline
         connection.outgoing[peer].send(torch.tensor([rank]))
         heard = connection.incoming[peer].receive((1,), torch.int64, CPU).wait()
-        connection.outgoing[peer].flush()
+        connection.outgoing[peer].release()
         return tuple(at.values()), [int(x) for x in tied], int(heard)
 
     assert run_ranks(body, 4) == [

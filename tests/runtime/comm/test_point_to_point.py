@@ -41,7 +41,7 @@ def both_ways(channels: Any, me: int) -> Any:
         out.send(torch.full((1000 + number,), me * 100 + number))
     pending = [back.receive((1000 + number,), torch.int64, CPU) for number in range(20)]
     arrived = [int(p.wait().unique()) for p in pending]
-    out.flush()
+    out.release()
     return arrived
 
 
@@ -94,7 +94,7 @@ def test_a_tensor_may_change_after_it_was_sent() -> None:
         if me == 0:
             x = torch.ones(3)
             channel.send(x)
-            channel.flush()
+            channel.release()
             x.zero_()
             return 0.0
         return float(channel.receive((3,), torch.float32, CPU).wait().sum())
@@ -118,7 +118,7 @@ def test_send_buffers_are_freed_once_the_answer_arrives() -> None:
             back.receive((1000,), torch.float32, CPU).wait()
             out.release(number)
         freed = storage() is None
-        out.flush()
+        out.release()
         return held, freed
 
     assert run_ranks(work, 2) == [(True, True), (True, False)]
@@ -135,7 +135,7 @@ def test_a_pipeline_of_four_has_two_neighbours_each() -> None:
         pending = [channels[peer, rank].receive((), torch.int64, CPU) for peer in (before, following)]
         received = [int(x.wait()) for x in pending]
         for peer in (before, following):
-            channels[rank, peer].flush()
+            channels[rank, peer].release()
         return received
 
     assert run_ranks(pass_on, 4) == [[(rank - 1) % 4, 10 + (rank + 1) % 4] for rank in range(4)]
