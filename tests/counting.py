@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from autoptd.runtime.comm.groups import Group, LocalGroup, ProcessGroup, ThreadGroup
+from autoptd.runtime.comm.groups import Group, ProcessGroup, ThreadGroup
 
 _CALLS: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
 _ELEMENTS: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
@@ -28,7 +28,7 @@ def elements(group: Group) -> Counter[str]:
 
 def count_all() -> None:
     """Count the calls of all groups of more than one rank from now on."""
-    for cls in (ProcessGroup, ThreadGroup, LocalGroup):
+    for cls in (ProcessGroup, ThreadGroup, Group):
         for name in ("all_reduce", "all_gather", "broadcast"):
             setattr(cls, name, _counted(name, getattr(cls, name)))
     for name in ("all_reduce", "all_gather", "reduce_scatter"):

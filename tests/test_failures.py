@@ -20,7 +20,7 @@ import torch
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime import launch
-from autoptd.runtime.comm.groups import LocalGroup
+from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.health.activity import PHASES, Position
 from autoptd.runtime.health.journal import TracedPosition
 from autoptd.runtime.module.parallel import Parallel
@@ -254,7 +254,7 @@ def test_a_trace_tells_what_every_rank_did(tmp_path: Path) -> None:
 
 
 def test_a_sum_of_several_tensors_is_one_line_of_a_trace(tmp_path: Path) -> None:
-    group = LocalGroup(2)
+    group = Group(2)
     TracedPosition(None, {}, tmp_path, 0).trace({"data": group})
     for shapes in ([(2, 3)], [(2, 3), (), (4,)]):
         sums = group.post_all_reduce([torch.zeros(shape, device="meta") for shape in shapes]).wait()

@@ -16,7 +16,7 @@ import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.comm.groups import LocalGroup
+from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
@@ -85,7 +85,7 @@ def draw_case(number: int) -> Case:
 def draw_mask(case: Case, mesh: Mesh, coordinates: Coordinates, microbatch: int) -> Tensor:
     """What one rank keeps in one microbatch."""
     rank = Rank.local(mesh, coordinates)
-    rank.groups["tensor"] = LocalGroup(mesh.tensor, coordinates.tensor)
+    rank.groups["tensor"] = Group(mesh.tensor, coordinates.tensor)
     b = case.microbatch[mesh.data]
     first = coordinates.data * (SEQUENCES // mesh.data) + microbatch * b
     rank.randomness = Randomness(case.seed, case.call, first)

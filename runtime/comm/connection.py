@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.comm.agreement import find_others, gather_given
-from autoptd.runtime.comm.groups import Group, GroupCache, LocalGroup, ProcessGroup, ThreadGroup, group_cache
+from autoptd.runtime.comm.groups import Group, GroupCache, ProcessGroup, ThreadGroup, group_cache
 from autoptd.runtime.comm.point_to_point import Channel, process_channels, thread_channels
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadPosition, ThreadWorld
@@ -37,7 +37,7 @@ class Connection:
     outgoing: Mapping[int, Channel] = field(default_factory=dict)
     incoming: Mapping[int, Channel] = field(default_factory=dict)
     tied: Mapping[Owners, Group] = field(default_factory=dict)
-    world: Group = field(default_factory=LocalGroup)
+    world: Group = field(default_factory=Group)
     position: Position = field(default_factory=Position)
     groups: GroupCache = field(default_factory=GroupCache)
 
@@ -59,7 +59,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
     mesh = manifest.mesh
     check_world_size(mesh)
     if mesh.size == 1:
-        return _join(manifest, Connection(Rank.local(mesh, device=device)), {})
+        return _join(Connection(Rank.local(mesh, device=device)), manifest.seed, {})
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     default = dist.group.WORLD
@@ -74,7 +74,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
             tied[owners] = ProcessGroup(group, device)
     world = ProcessGroup(groups.world or default, device)
     connection = Connection(rank, tied=tied, world=world, groups=groups)
-    return _join(manifest, connection, process_channels(mesh, device))
+    return _join(connection, manifest.seed, process_channels(mesh, device))
 
 
 def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
@@ -95,7 +95,7 @@ def run_threads(manifest: Manifest, body: Callable[[Connection], R]) -> list[R]:
     for own, rank in enumerate(ranks):
         group, position = ThreadGroup(world, "group of all ranks", mesh.size, own), ThreadPosition(world)
         connection = Connection(rank, tied=tied[own], world=group, position=position)
-        connections.append(_join(manifest, connection, channels))
+        connections.append(_join(connection, manifest.seed, channels))
     return world.run(body, connections)
 
 
@@ -126,11 +126,9 @@ def _tied_groups(manifest: Manifest) -> Iterator[tuple[Owners, tuple[int, ...]]]
             yield owners, tuple(line[pipeline] for pipeline in owners)
 
 
-def _join(
-    manifest: Manifest, connection: Connection, channels: Mapping[tuple[int, int], Channel]
-) -> Connection:
+def _join(connection: Connection, seed: int, channels: Mapping[tuple[int, int], Channel]) -> Connection:
     rank = connection.rank
-    rank.randomness.seed = manifest.seed
+    rank.randomness.seed = seed
     at, own = rank.mesh.coordinates, rank.number
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}

@@ -1,6 +1,5 @@
 """Groups of ranks that reduce, gather and broadcast together: of processes, of threads, or of shapes only."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,12 +43,12 @@ def running(result: Result, work: dist.Work | None = None) -> Posted[Result]:
     return Posted(wait)
 
 
-class Group(ABC):
+class Group:
     """The ranks along one axis of the mesh, as one of them sees it: `index` of `size`.
 
-    A group of one is a `LocalGroup`, which never communicates. All ranks must post and wait for their collectives in
-    one order, other calls included, and must not touch a posted collective's tensors before they have waited for it.
-    Here, posted collectives complete at once.
+    This one has no peers: for shapes on the meta device, and for real tensors in a group of one rank. All ranks of the
+    others must post and wait for their collectives in one order, other calls included, and must not touch a posted
+    collective's tensors before they have waited for it. Here, posted collectives complete at once.
     """
 
     def __init__(self, size: int = 1, index: int = 0) -> None:
@@ -58,17 +57,26 @@ class Group(ABC):
         self.size = size
         self.index = index
 
-    @abstractmethod
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         """Return the elementwise sum or maximum over the group, the same bits on every rank. May overwrite `x`."""
+        return self._alone("all_reduce", x)
 
-    @abstractmethod
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return every rank's `x`, in rank order; all have the same shape and dtype."""
+        x = self._alone("all_gather", x)
+        return [x] if self.size == 1 else [torch.empty_like(x) for _ in range(self.size)]
 
-    @abstractmethod
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Return the `x` of the rank with index `source`. May overwrite the others' `x`."""
+        return self._alone("broadcast", x)
+
+    def _alone(self, kind: str, x: Tensor) -> Tensor:
+        if self.size > 1 and not x.is_meta:
+            raise RuntimeError(
+                f"{kind} of a tensor on {x.device} in a Group of {self.size} ranks, which has no peers; "
+                "give it meta tensors, or a rank of processes (Rank.distributed) or threads (thread_ranks)"
+            )
+        return x
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         """Begin to sum each of one or more `tensors`, of one dtype, over the group. May overwrite them."""
@@ -191,28 +199,6 @@ class ThreadGroup(Group):
             calls = ", ".join(f"rank {i}: {other}" for i, (other, _) in sorted(given.items()))
             raise RuntimeError(f"the ranks of one {self.name} met in different collectives: {calls}")
         return [given[i][1] for i in range(self.size)]
-
-
-class LocalGroup(Group):
-    """A group without peers: for shapes on the meta device, and for real tensors in a group of one rank."""
-
-    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        return self._alone("all_reduce", x)
-
-    def all_gather(self, x: Tensor) -> list[Tensor]:
-        x = self._alone("all_gather", x)
-        return [x] if self.size == 1 else [torch.empty_like(x) for _ in range(self.size)]
-
-    def broadcast(self, x: Tensor, source: int) -> Tensor:
-        return self._alone("broadcast", x)
-
-    def _alone(self, kind: str, x: Tensor) -> Tensor:
-        if self.size > 1 and not x.is_meta:
-            raise RuntimeError(
-                f"{kind} of a tensor on {x.device} in a LocalGroup of {self.size} ranks, which has no peers; "
-                "give it meta tensors, or a rank of processes (Rank.distributed) or threads (thread_ranks)"
-            )
-        return x
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

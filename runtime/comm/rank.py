@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.comm.groups import Group, LocalGroup, ProcessGroup, Reduction, ThreadGroup
+from autoptd.runtime.comm.groups import Group, ProcessGroup, Reduction, ThreadGroup
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.mesh import Coordinates, Mesh
@@ -36,14 +36,14 @@ class Rank:
     def local(cls, mesh: Mesh, coordinates: Coordinates | None = None, device: torch.device = CPU) -> Rank:
         """Make a rank without peers: for shapes on the meta device, or for a mesh of one."""
         at = coordinates or Coordinates(**dict.fromkeys(mesh.axes, 0))
-        groups: dict[str, Group] = {axis: LocalGroup(size, at[axis]) for axis, size in mesh.axes.items()}
+        groups: dict[str, Group] = {axis: Group(size, at[axis]) for axis, size in mesh.axes.items()}
         return cls(mesh, at, groups, device=device)
 
     @classmethod
     def distributed(cls, mesh: Mesh, devices: DeviceMesh, device: torch.device = CPU) -> Rank:
         """Make this process's rank; `devices` is torch's form of `mesh`, with the dims `Mesh.torch_dims`."""
         groups: dict[str, Group] = {
-            axis: ProcessGroup(devices.get_group(dim), device) if size > 1 else LocalGroup()
+            axis: ProcessGroup(devices.get_group(dim), device) if size > 1 else Group()
             for (axis, size), dim in zip(mesh.axes.items(), mesh.torch_dims, strict=True)
         }
         at = Coordinates(**{axis: group.index for axis, group in groups.items()})
@@ -81,7 +81,7 @@ def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
     def group(axis: str, rank: int) -> Group:
         members = mesh.group(axis, rank)
         name, index = f"{axis} group {list(members)}", members.index(rank)
-        return ThreadGroup(world, name, len(members), index) if len(members) > 1 else LocalGroup()
+        return ThreadGroup(world, name, len(members), index) if len(members) > 1 else Group()
 
     groups = ({axis: group(axis, rank) for axis in mesh.axes} for rank in range(mesh.size))
     return [Rank(mesh, mesh.coordinates(rank), own) for rank, own in enumerate(groups)]

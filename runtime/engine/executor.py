@@ -65,13 +65,7 @@ class StageRun:
         self.outputs: dict[int, list[Tensor]] = {}  # of each microbatch, that a call returns besides the loss
         self._measured = measured
         self.interface, self._index, self._randomness = interface, interface.index, rank.randomness
-        leaves = tuple(i for i, b in enumerate(interface.receives) if b.requires_grad)
-        roots = (
-            tuple(i for i, b in enumerate(interface.sends) if b.requires_grad) if interface.sends else (0,)
-        )
-        self._sent = len(interface.sends) or 1
-        function = partial(program.functions[self._index], rank)
-        call = StageCall(function, leaves, roots, self._sent + len(interface.outputs))
+        call = StageCall(partial(program.functions[self._index], rank), interface)
         self._places, end = assign_slots(actions)[self._index], last_gradients(actions).get(self._index)
         self._last = None if end is None else actions[end].microbatch
         count = max(self._places.values(), default=0) + 1
@@ -116,9 +110,10 @@ class StageRun:
         trains = self._seeds is not None
         slot = self._slots[self._places[microbatch] if trains else 0]
         self._randomness.moment = slot.moment
-        values = (*received, *self._inputs[microbatch])
+        values = [*received, *self._inputs[microbatch]]
         results = slot.forward(self._weights, values, self._moments[microbatch], trains)
-        outputs, self.outputs[microbatch] = results[: self._sent], results[self._sent :]
+        sent = self.interface.num_sent
+        outputs, self.outputs[microbatch] = results[:sent], results[sent:]
         if departure is None:
             (self.losses[microbatch],) = outputs
         else:
@@ -238,7 +233,8 @@ class Executor:
                 }
                 for index in self.stages
             }
-            self.leaves = sums.attach(by_stage, trained)
+            self.leaves = StageLeaves(by_stage)
+            sums.attach(self.leaves, trained)
         return self.leaves
 
     def forget_leaves(self) -> None:

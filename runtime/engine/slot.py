@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoptd.runtime.optimizer.bucket_watch import BucketWatch
+from autoptd.runtime.program.manifest import StageInterface
 
 Weights = Mapping[str, Tensor]
 
@@ -32,29 +33,28 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class StageCall:
-    """The function of a stage with its rank, ``function(weights, *received, *inputs)``.
-
-    `leaves` are the positions of the received values that have gradients, `roots` those of the outputs that have.
-    """
+    """The function of a stage with its rank, ``function(weights, *received, *inputs)``, and what these are."""
 
     function: partial[Any]
-    leaves: tuple[int, ...]
-    roots: tuple[int, ...]
-    num_outputs: int
+    interface: StageInterface
 
     def run(self, weights: Weights, values: Sequence[Tensor], trains: bool) -> tuple[list[Tensor], Kept]:
         """Return the outputs, and what the backward needs where it `trains`."""
-        given = list(values)
-        for index in self.leaves if trains else ():
+        given, sends = list(values), self.interface.sends
+        leaves = [i for i, b in enumerate(self.interface.receives) if b.requires_grad and trains]
+        for index in leaves:
             given[index] = given[index].detach().requires_grad_()
         result = self.function(weights, *given)
         outputs = result if isinstance(result, tuple) else (result,)
-        if len(outputs) != self.num_outputs:
-            raise ValueError(f"the stage gave {len(outputs)} values; expected {self.num_outputs}")
-        roots = [outputs[index] for index in self.roots] if trains else []
+        if len(outputs) != (expected := self.interface.num_sent + len(self.interface.outputs)):
+            raise ValueError(f"the stage gave {len(outputs)} values; expected {expected}")
+        crossing = (
+            [x for x, b in zip(outputs, sends, strict=False) if b.requires_grad] if sends else outputs[:1]
+        )
+        roots = crossing if trains else ()
         # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
         edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
-        return [x.detach() for x in outputs], Kept([given[i] for i in self.leaves], edges)
+        return [x.detach() for x in outputs], Kept([given[i] for i in leaves], edges)
 
 
 class Slot:
@@ -73,9 +73,7 @@ class Slot:
         self.watch: BucketWatch | None = None
         self._kept = Kept()
 
-    def forward(
-        self, weights: Weights, values: Sequence[Tensor], moment: Tensor, trains: bool
-    ) -> list[Tensor]:
+    def forward(self, weights: Weights, values: list[Tensor], moment: Tensor, trains: bool) -> list[Tensor]:
         """Run the stage on `values`, received and from the batch; keep what `backward` needs where it `trains`."""
         self.moment.copy_(moment)
         self.values = _take_in(self.values, values)

@@ -1,6 +1,6 @@
 """The parameters and buffers of a rank; optimizers step parameters whole, or in shards of the replicas (ZeRO-1)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -178,9 +178,15 @@ class BoundWeights:
         Raises ValueError as a call does where the memory given has another shape, dtype or device.
         """
         self.await_gathers()
-        versions = self._read_versions()
+        parameters, versions = self.watch.parameters, self._read_versions()
         if rebound := self._find_rebound():
-            self._bind_again(rebound)
+            self.watch.check_bound(parameters)
+            # Copies, all before the first write: two parameters may have been given each other's memory.
+            values = [
+                {name: parameters[name].detach().clone() for name in names} for names in rebound.values()
+            ]
+            for shard, own in zip(rebound, values, strict=True):
+                shard.bind_again(parameters, own)
         # Values show writes that versions do not count.
         written = [shard.is_written() for shard in self.shards]
         if rebound or versions != self._versions or (written and torch.stack(written).any()):
@@ -232,14 +238,6 @@ class BoundWeights:
     def _find_rebound(self) -> dict[FlatShard, list[str]]:
         """Return the names of sharded parameters with memory that their optimizer does not send new weights to."""
         return {shard: names for shard in self.shards if (names := shard.rebound(self.watch.parameters))}
-
-    def _bind_again(self, rebound: Mapping[FlatShard, Sequence[str]]) -> None:
-        parameters = self.watch.parameters
-        self.watch.check_bound(parameters)
-        # Copies, all before the first write: two parameters may have been given each other's memory.
-        values = [{name: parameters[name].detach().clone() for name in names} for names in rebound.values()]
-        for shard, own in zip(rebound, values, strict=True):
-            shard.bind_again(parameters, own)
 
     def _take_buffers(self) -> None:
         """Compute constants anew from buffers that were written or replaced. ValueError where they are compiled in."""

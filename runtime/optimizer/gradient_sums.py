@@ -1,6 +1,6 @@
 """Sum one step's gradients over microbatches, stages, ranks and replicas, each as soon as it is complete."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -72,9 +72,8 @@ class GradientSums:
         self._shards = [shard.names for shard in shards]
         self._tensor, self._data = map(connection.rank.group, ("tensor", "data"))
         held = {name: p.placement["tensor"] for name, p in manifest.parameters.items()}
-        self._partial = {
-            name: on for name, on in held.items() if on.partial_gradient and self._tensor.size > 1
-        }
+        alone = self._tensor.size == 1
+        self._partial = {name: on for name, on in held.items() if on.partial_gradient and not alone}
         self.release()
 
     def release(self) -> None:
@@ -90,16 +89,12 @@ class GradientSums:
         self._sent: set[Bucket] = set()
         self._finished: list[Row] = []
 
-    def attach(
-        self, by_stage: Mapping[int, Mapping[str, Tensor]], trained: frozenset[str] | None
-    ) -> StageLeaves:
-        """Return new leaves of the stages, those of `trained` parameters attached to their sums."""
-        leaves = StageLeaves(by_stage)
+    def attach(self, leaves: StageLeaves, trained: frozenset[str] | None) -> None:
+        """Attach new `leaves` of the stages, of which those of `trained` parameters have sums, to these."""
         if trained != self._trained:
             self._trained = trained
             self._memory = lay_out(leaves, self._complete, self._shards, self._partial, self._data.size)
         self._memory.attach(leaves)
-        return leaves
 
     @property
     def memory(self) -> tuple[int, int]:

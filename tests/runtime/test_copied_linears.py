@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoptd.runtime import aten, collectives, kernels
-from autoptd.runtime.comm.groups import LocalGroup, Posted
+from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.timings import Measured
@@ -114,7 +114,7 @@ def test_an_overlapped_linear_saves_what_its_linears_save(form: str, transposed:
     assert measure(joined) == measure(apart) > 0
 
 
-class RecordingGroup(LocalGroup):
+class RecordingGroup(Group):
     """Takes down when a sum is posted and when its result is taken, and gives another tensor's values then."""
 
     def __init__(self, events: list[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoptd.runtime.comm.connection import Connection, connect
-from autoptd.runtime.comm.groups import LocalGroup
+from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.point_to_point import ProcessChannel, ThreadChannel
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.transfer import RecvBuffer, find_acknowledged
@@ -65,7 +65,7 @@ def test_the_last_in_the_channels_order_counts() -> None:
 
 def test_an_empty_message_proves_nothing() -> None:
     """Its receive does not wait for anybody."""
-    arrival = RecvBuffer((), ThreadChannel(ThreadWorld(), "channel 0 -> 1"), LocalGroup(), False, CPU)
+    arrival = RecvBuffer((), ThreadChannel(ThreadWorld(), "channel 0 -> 1"), Group(), False, CPU)
     arrival.acknowledge[0] = lambda: pytest.fail("nothing has arrived")
     arrival.post(0)
     assert arrival.take(0) == []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.comm.groups import Group, LocalGroup, ProcessGroup
+from autoptd.runtime.comm.groups import Group, ProcessGroup
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Coordinates, Mesh
@@ -154,16 +154,16 @@ def test_a_group_of_one_never_communicates() -> None:
     assert not calls(rank.group("tensor"))
 
 
-def test_a_local_group_propagates_shapes() -> None:
-    group: Group = LocalGroup(4, 3)
+def test_a_group_without_peers_propagates_shapes() -> None:
+    group = Group(4, 3)
     x = torch.ones(2, 3, device="meta")
     assert group.all_reduce(x).shape == (2, 3)
     assert [y.shape for y in group.all_gather(x)] == [(2, 3)] * 4
     assert calls(group) == {"all_reduce": 1, "all_gather": 1}
-    with pytest.raises(RuntimeError, match="LocalGroup of 4 ranks, which has no peers; give it meta"):
+    with pytest.raises(RuntimeError, match="Group of 4 ranks, which has no peers; give it meta"):
         group.all_reduce(torch.ones(2))
     with pytest.raises(ValueError, match="index 4 is outside a group of 4; use 0 to 3"):
-        LocalGroup(4, 4)
+        Group(4, 4)
 
 
 def test_one_threads_failure_frees_the_others() -> None:

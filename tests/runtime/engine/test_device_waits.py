@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autoptd.runtime.comm.groups import LocalGroup
+from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.engine.batch import split_batch
 from autoptd.runtime.engine.label_weights import read_items
@@ -45,7 +45,7 @@ class Waits(TorchFunctionMode):
 
 def stand_in(mesh: Mesh) -> Any:
     """A connection of one rank on the device, whose peers give what it gives."""
-    return SimpleNamespace(rank=Rank.local(mesh, device=META), world=LocalGroup(mesh.size))
+    return SimpleNamespace(rank=Rank.local(mesh, device=META), world=Group(mesh.size))
 
 
 def test_a_loss_is_shared_without_waiting() -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import autoptd
 from autoptd.compiled import CompiledProgram
-from autoptd.runtime.comm.groups import LocalGroup, Posted, running
+from autoptd.runtime.comm.groups import Group, Posted, running
 from autoptd.runtime.engine import graphs
 from autoptd.runtime.engine.graphs import GraphSlot, Replay
 from autoptd.runtime.module.parallel import Parallel
@@ -514,7 +514,7 @@ def test_buckets_of_a_replay_are_complete_when_they_are_posted(
     sums = parallel._weights.sums
     copies: list[Tensor] = []
 
-    class Replicas(LocalGroup):
+    class Replicas(Group):
         """Another one adds nothing."""
 
         def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.comm.groups import LocalGroup, running
+from autoptd.runtime.comm.groups import Group, running
 from autoptd.runtime.comm.timings import Measured
+from autoptd.runtime.optimizer.gradient_memory import StageLeaves
 from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete, read_gradients
 from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
@@ -39,7 +40,8 @@ def sum_gradients(
     complete = list_complete(manifest, here, [Action(here, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, complete, shards)
     leaves = {name: torch.zeros_like(g, requires_grad=True) for name, g in gradients.items()}
-    sums.leaves = sums.attach({here: leaves}, frozenset(leaves))
+    sums.leaves = StageLeaves({here: leaves})
+    sums.attach(sums.leaves, frozenset(leaves))
     sums.start((), measured)
     for name, leaf in leaves.items():
         (leaf * gradients[name]).sum().backward()
@@ -121,9 +123,10 @@ def test_a_parameter_without_a_gradient_is_named_where_it_is_in_a_shard() -> Non
     connection = run_threads(manifest, lambda connection: connection)[0]
     complete = list_complete(manifest, 0, [Action(0, Kind("B"), 0)])
     leaves = {name: torch.zeros(2, requires_grad=True) for name in ("first", "second")}
-    shard = FlatShard({name: leaf.detach() for name, leaf in leaves.items()}, torch.float32, LocalGroup())
+    shard = FlatShard({name: leaf.detach() for name, leaf in leaves.items()}, torch.float32, Group())
     sums = GradientSums(manifest, connection, complete, [shard])
-    sums.leaves = sums.attach({0: leaves}, frozenset(leaves))
+    sums.leaves = StageLeaves({0: leaves})
+    sums.attach(sums.leaves, frozenset(leaves))
     sums.start((), Measured(connection.rank.device))
     leaves["first"].sum().backward()
     with pytest.raises(
@@ -140,7 +143,8 @@ def test_half_precision_is_summed_in_float32() -> None:
     complete = list_complete(manifest, 0, [Action(0, Kind("B"), 0)])
     sums = GradientSums(manifest, connection, complete, ())
     leaf = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    sums.leaves = sums.attach({0: {"weight": leaf}}, frozenset(["weight"]))
+    sums.leaves = StageLeaves({0: {"weight": leaf}})
+    sums.attach(sums.leaves, frozenset(["weight"]))
     sums.start((), measured)
     for _ in range(257):  # in bfloat16 the sum would stop growing at 256
         leaf.sum().backward()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.runtime.comm.connection import Connection, connect, run_threads
-from autoptd.runtime.comm.groups import LocalGroup, Posted, ProcessGroup
+from autoptd.runtime.comm.groups import Group, Posted, ProcessGroup
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.optimizer import gradient_buckets
 from autoptd.runtime.optimizer.zero1 import SINGLE, FlatShard, is_shaped, join_states
@@ -186,7 +186,7 @@ def test_optimizers_that_cannot_be_sharded_are_refused() -> None:
 
 
 def test_steps_of_one_shard_must_agree() -> None:
-    shard = FlatShard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, LocalGroup())
+    shard = FlatShard({"first": torch.zeros(2), "second": torch.zeros(3)}, torch.float32, Group())
     states = {name: {"step": torch.tensor(float(i))} for i, name in enumerate(shard.names)}
     with pytest.raises(ValueError, match="the optimizer's step differs among first, second"):
         join_states(shard, states)
@@ -512,7 +512,7 @@ def test_gradients_that_autograd_was_asked_for_are_stepped_by() -> None:
 
 
 def test_a_large_part_is_looked_at_to_its_end() -> None:
-    shard = FlatShard({"wte": torch.zeros(2**24 + 4, 1)}, torch.float32, LocalGroup(1, 0))
+    shard = FlatShard({"wte": torch.zeros(2**24 + 4, 1)}, torch.float32, Group(1, 0))
     assert not shard.is_written()
     shard.flat[-1] = 1
     assert shard.is_written()
