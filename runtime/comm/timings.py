@@ -1,7 +1,6 @@
 """The measured times of the last step, gathered from the ranks of a pipeline."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,15 +39,20 @@ class Measured:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def read(self, marks: Sequence[Any]) -> list[float]:
-        """Return the seconds since the epoch of each mark; wait for the device."""
+    def read(self) -> tuple[float, float, list[Span]]:
+        """Return the step's begin, its end and its spans, in seconds since the epoch; wait for the device."""
         if self.device.type != "cuda":
-            return list(marks)
+            return self.begin, self.end, self.spans
         torch.cuda.synchronize(self.device)  # the marks may belong to another stream
         last = self.mark()
         last.synchronize()
         now = time.time()
-        return [now - mark.elapsed_time(last) / 1000 for mark in marks]
+
+        def seconds(mark: Any) -> float:
+            return now - mark.elapsed_time(last) / 1000  # type: ignore[no-any-return]
+
+        spans = [(*what, seconds(begin), seconds(end)) for *what, begin, end in self.spans]
+        return seconds(self.begin), seconds(self.end), spans
 
     def start(self) -> None:
         """Begin a step and forget the one before."""
@@ -60,10 +64,6 @@ class Measured:
         if begin is not None:
             self.spans.append((kind, stage, microbatch, begin, self.mark() if end is None else end))
 
-    def finish(self) -> None:
-        """End the step."""
-        self.end = self.mark()
-
 
 def gather_measured(measured: Measured, pipeline: Group) -> tuple[list[list[TimelineEntry]], list[Phase]]:
     """Return a row of entries per pipeline rank, and the phases, in seconds from the first begin of any.
@@ -71,12 +71,9 @@ def gather_measured(measured: Measured, pipeline: Group) -> tuple[list[list[Time
     Every rank of the `pipeline` must call it, after a step of all.
     """
     device = measured.device
-    count = len(measured.spans)
-    marks = measured.read([span[i] for i in (3, 4) for span in measured.spans])
-    times = zip(measured.spans, marks[:count], marks[count:], strict=True)
-    own = [[KINDS.index(kind), stage, microbatch, *span] for (kind, stage, microbatch, *_), *span in times]
-    most = pipeline.all_reduce(torch.tensor([count], device=device), "max").item()
-    own += [[NOTHING] * 5] * (int(most) - count)
+    own = [[KINDS.index(kind), *rest] for kind, *rest in measured.read()[2]]
+    most = pipeline.all_reduce(torch.tensor([len(own)], device=device), "max").item()
+    own += [[NOTHING] * 5] * (int(most) - len(own))
     found = pipeline.all_gather(torch.tensor(own, dtype=torch.float64, device=device))
     tables = [[row for row in table.tolist() if row[0] != NOTHING] for table in found]
     origin = min(row[3] for table in tables for row in table)

@@ -10,7 +10,7 @@
 """
 
 import gc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
@@ -83,22 +83,6 @@ def _make_stream(device: torch.device, use: str) -> torch.cuda.Stream:
     return stream
 
 
-def _differentiate(
-    forward: Replay, gradients: Sequence[Tensor], watch: BucketWatch | None, device: torch.device
-) -> tuple[list[Tensor], list[torch.cuda.Event | None]]:
-    """Return the gradients of the leaves, and the events of complete buckets; a CPU has none."""
-    kept: Kept = forward.result[1]  # of the last run
-    marks: list[torch.cuda.Event | None] = []
-
-    def mark(_: int) -> None:
-        marks.append(torch.cuda.Event(external=True) if device.type == "cuda" else None)
-        if (event := marks[-1]) is not None:
-            event.record()
-
-    with nullcontext() if watch is None else watch.report(mark):
-        return kept.differentiate(gradients), marks
-
-
 def _after(event: torch.cuda.Event | None, device: torch.device) -> AbstractContextManager[object]:
     """Let what is posted inside wait for the `event` of a replay, and for no more of it."""
     if event is None:
@@ -131,11 +115,24 @@ class GraphSlot(Slot):
         Both the forward and, where it `trains`, the backward, so that either both can be replayed or none.
         """
         forward = Replay(partial(self.call.run, weights, self.values, trains), self._device, self._pool)
-        differentiate = partial(_differentiate, forward, self.gradients, self.watch, self._device)
+        differentiate = partial(self._mark_and_differentiate, forward)
         self._graphs[mode] = forward, Replay(differentiate, self._device, self._pool) if trains else None
         if forward.result is not None:
             # Autograd's nodes are spent; alive, they would tie the weights' leaves to the stream of the capture.
             forward.result = forward.result[0], None
+
+    def _mark_and_differentiate(self, forward: Replay) -> tuple[list[Tensor], list[torch.cuda.Event | None]]:
+        """Return the gradients of the leaves, and the events of complete buckets; a CPU has none."""
+        kept: Kept = forward.result[1]  # of the last run
+        marks: list[torch.cuda.Event | None] = []
+
+        def mark(_: int) -> None:
+            marks.append(torch.cuda.Event(external=True) if self._device.type == "cuda" else None)
+            if (event := marks[-1]) is not None:
+                event.record()
+
+        with nullcontext() if self.watch is None else self.watch.report(mark):
+            return kept.differentiate(self.gradients), marks
 
     def _run(self, weights: Weights, trains: bool) -> list[Tensor]:
         if self.mode is None:

@@ -43,14 +43,11 @@ def read_last_step(manifest: Manifest, measured: Measured, loss: Tensor, norm: T
     """Read the last whole step from `measured`; wait for the device. No collective."""
 
     def seconds(*kinds: Kind | str) -> float:
-        return sum(stop - start for kind, start, stop in spans if kind in kinds)
+        return sum(stop - start for kind, _, _, start, stop in spans if kind in kinds)
 
-    kinds = [span[0] for span in measured.spans]
-    marks = [mark for span in measured.spans for mark in span[3:]]
-    begin, end, *times = measured.read([measured.begin, measured.end, *marks])
-    spans = list(zip(kinds, times[::2], times[1::2], strict=True))
+    begin, end, spans = measured.read()
     work = seconds(Kind.FORWARD, Kind.BACKWARD)
-    computed_last = max(stop for kind, _, stop in spans if isinstance(kind, Kind))
+    computed_last = max(stop for kind, *_, stop in spans if isinstance(kind, Kind))
     tokens = count_tokens(manifest)
     return LastStep(
         loss=loss.item(),

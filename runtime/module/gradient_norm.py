@@ -6,11 +6,11 @@ one that was imported before ``bind`` knows them too.
 """
 
 import threading
-import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from functools import partial, reduce, wraps
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ from autoptd.runtime.optimizer.clipping import global_norm
 CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
 
-# Of the parallel models that live, by their id: the thread that is its rank (None: the process is), and the runner that
-# left its gradients.
-_MODELS: dict[int, tuple[int | None, StepRunner]] = {}
+# Of the parallel models that live: the thread that is its rank (None: the process is), and the runner that left its
+# gradients.
+_MODELS: WeakKeyDictionary[nn.Module, tuple[int | None, StepRunner]] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
@@ -74,10 +74,8 @@ def _measure(
 
 def clip_over_ranks(parallel: nn.Module, runner: StepRunner) -> None:
     """Let torch clip the gradients of `parallel`, while that lives, by their norm over all ranks, alike on each."""
-    if id(parallel) not in _MODELS:
-        weakref.finalize(parallel, _MODELS.pop, id(parallel))
     is_thread = isinstance(runner.weights.connection.world, ThreadGroup)
-    _MODELS[id(parallel)] = threading.get_ident() if is_thread else None, runner
+    _MODELS[parallel] = threading.get_ident() if is_thread else None, runner
     with _LOCK:
         for name, replacement in _REPLACEMENTS.items():
             original = getattr(clip_grad, name)
@@ -149,9 +147,7 @@ def _check_whole(model: StepRunner, keys: list[str | int | None]) -> set[str | i
 
 
 @leave_uncompiled
-def _change_own(
-    original: Callable[..., None], parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any
-) -> None:
+def _change_own(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> None:
     """Call `original` with the parts that this rank steps in place of sharded `parameters`."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for model in _list_models():

@@ -123,7 +123,7 @@ class StepRunner:
                 pair, repeat = self._run_schedule(shape, inputs, divisors, gradients)
         if self._loss_dtype is None:
             self._loss_dtype = DTYPES[int(pair[1])]
-        shape.measured.finish()
+        shape.measured.end = shape.measured.mark()
         self._connection.position.phase("agreement")
         # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
         summed = sums.gradients() if gradients and scale is None else []

@@ -4,7 +4,7 @@ import ast
 import linecache
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any
@@ -59,7 +59,7 @@ def read_program(text: str, filename: str) -> ProgramText:
     constants = namespace.get("constants")
     if constants is not None and not callable(constants):
         raise ValueError(f"{filename}: constants is {constants!r}, expected a function constants(p)")
-    actions = _read_schedule(text, filename, namespace, stages)
+    actions = _read_schedule(text, filename, namespace.get("SCHEDULE"), stages)
     return ProgramText(text, filename, dict(sorted(stages.items())), constants, actions)
 
 
@@ -69,10 +69,7 @@ def line_of(error: BaseException, filename: str) -> int:
     return lines[-1] if lines else 0
 
 
-def _read_schedule(
-    text: str, filename: str, namespace: Mapping[str, Any], stages: Mapping[int, object]
-) -> tuple[Action, ...]:
-    schedule = namespace.get("SCHEDULE")
+def _read_schedule(text: str, filename: str, schedule: Any, stages: Collection[int]) -> tuple[Action, ...]:
     if not isinstance(schedule, str):
         found = "no SCHEDULE" if schedule is None else f"SCHEDULE of type {type(schedule).__name__}"
         raise ValueError(f'{filename}: {found}; expected SCHEDULE = "1RECV_F0 1F0 ..."')

@@ -69,7 +69,7 @@ def format_schedule(actions: Sequence[Action]) -> str:
 def parse_schedule(text: str) -> tuple[Action, ...]:
     """Read what `format_schedule` writes, or a person edited; ValueError names the line and the word."""
     rows: list[list[Action]] = [[]]  # the actions so far, then those of each open group
-    section = (0, 1, 0)  # where the line being read began, its times and its step
+    begin, times, step = 0, 1, 0  # of the line being read
     end, text = 0, text.rstrip()
     while end < len(text):
         match = _WORD.match(text, end)
@@ -86,13 +86,13 @@ def parse_schedule(text: str) -> tuple[Action, ...]:
             group = rows.pop()
             rows[-1] += _repeat(group, int(match["count"]), int(match["increment"]))
         elif match["name"] and len(rows) == 1:
-            _end_section(rows[0], section)
-            section = (len(rows[0]), int(match["times"] or 1), int(match["step"] or 0))
+            rows[0][begin:] = _repeat(rows[0][begin:], times, step)
+            begin, times, step = len(rows[0]), int(match["times"] or 1), int(match["step"] or 0)
         else:
             raise ValueError(f"{_line(text, end)}: {text[start:end].strip()!r} is out of place; {_GROUP}")
     if len(rows) > 1:
         raise ValueError(f"{_line(text, end)}: the schedule ends inside a '('; {_GROUP}")
-    _end_section(rows[0], section)
+    rows[0][begin:] = _repeat(rows[0][begin:], times, step)
     return tuple(rows[0])
 
 
@@ -181,11 +181,6 @@ def _words(run: _Run) -> list[str]:
 
 def _repeat(actions: Sequence[Action], times: int, step: int) -> list[Action]:
     return [Action(k, kind, i + step * time) for time in range(times) for k, kind, i in actions]
-
-
-def _end_section(actions: list[Action], section: tuple[int, int, int]) -> None:
-    start, times, step = section
-    actions[start:] = _repeat(actions[start:], times, step)
 
 
 def _line(text: str, end: int) -> str:

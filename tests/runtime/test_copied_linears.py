@@ -174,7 +174,6 @@ def test_the_sum_runs_beside_the_gradients_of_weights(form: str, expected: list[
     assert x.grad is not None
     torch.testing.assert_close(plain, 10 * x.grad)  # what was waited for is what is handed on
     # And the trace has both, from the post on.
-    rank.measured.finish()
     sums, meanwhile = rank.measured.spans
     assert [sums[0], meanwhile[0]] == ["tensor", "weights"]
     assert sums[3] == meanwhile[3] <= meanwhile[4] <= sums[4]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,7 +15,7 @@ import torch
 import autoptd
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.comm.timings import Measured, gather_measured
+from autoptd.runtime.comm.timings import Measured, Span, gather_measured
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Kind
 from samples.gpt import GPT, GPTConfig
@@ -158,16 +157,16 @@ def test_marks_are_read_at_once() -> None:
     readings: list[int] = []
 
     class Once(Measured):
-        def read(self, marks: Sequence[Any]) -> list[float]:
-            readings.append(len(marks))
-            return super().read(marks)
+        def read(self) -> tuple[float, float, list[Span]]:
+            readings.append(len(self.spans))
+            return super().read()
 
     rank = Rank.local(Mesh(1, 1, 1))
     measured = Once(rank.device)
     measured.start()
     measured.add(Kind("F"), measured.mark())
     measured.add("data", measured.mark())
-    measured.finish()
+    measured.end = measured.mark()
     ((entry,),), (phase,) = gather_measured(measured, rank.group("pipeline"))
-    assert readings == [4]
+    assert readings == [2]
     assert 0 == entry.start <= entry.end <= phase.start <= phase.end

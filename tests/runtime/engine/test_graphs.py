@@ -101,8 +101,8 @@ class TapeReplay(Replay):
     def __init__(self, work: Any, *_: Any) -> None:
         """Run the `work`, which a graph's capture does not: a backward with gradients of zero, to no effect."""
         self._tape: Tape = Tape()
-        if work.func is graphs._differentiate:
-            torch._foreach_zero_(work.args[1])
+        if isinstance(work.args[0], Replay):
+            torch._foreach_zero_(work.func.__self__.gradients)
         with self._tape:
             self.result = work()
 
