@@ -92,10 +92,7 @@ class Group:
 
 
 class ProcessGroup(Group):
-    """A group of processes, for tensors on `device`: ``torch.distributed`` over NCCL or gloo.
-
-    Every process of the group must make it.
-    """
+    """A group of processes, each of which must make it: ``torch.distributed`` for tensors on `device`, NCCL or gloo."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_world_size(group), dist.get_rank(group))
@@ -183,10 +180,7 @@ class ThreadGroup(Group):
         return self._exchange(f"broadcast from {source}", x)[source].clone()
 
     def _exchange(self, kind: str, x: Tensor) -> list[Tensor]:
-        """Give `x` and return copies of all ranks' tensors, which the ranks have in common.
-
-        Raises RuntimeError where they met in different collectives, or with other shapes.
-        """
+        """Return copies, in common, of all ranks' `x`; RuntimeError where they met in other collectives, or shapes."""
         place, signature = (self.name, next(self._numbers)), f"{kind} of {x.dtype}{list(x.shape)}"
         with self.world.condition:
             given = self.world.given.setdefault(place, {})

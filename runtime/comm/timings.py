@@ -51,7 +51,7 @@ class Measured:
         def seconds(mark: Any) -> float:
             return now - mark.elapsed_time(last) / 1000  # type: ignore[no-any-return]
 
-        spans = [(*what, seconds(begin), seconds(end)) for *what, begin, end in self.spans]
+        spans: list[Span] = [(*span[:3], seconds(span[3]), seconds(span[4])) for span in self.spans]
         return seconds(self.begin), seconds(self.end), spans
 
     def start(self) -> None:
@@ -66,10 +66,7 @@ class Measured:
 
 
 def gather_measured(measured: Measured, pipeline: Group) -> tuple[list[list[TimelineEntry]], list[Phase]]:
-    """Return a row of entries per pipeline rank, and the phases, in seconds from the first begin of any.
-
-    Every rank of the `pipeline` must call it, after a step of all.
-    """
+    """Return entries by rank, and phases, from the first begin on; all of `pipeline` call it after a step of all."""
     device = measured.device
     own = [[KINDS.index(kind), *rest] for kind, *rest in measured.read()[2]]
     most = pipeline.all_reduce(torch.tensor([len(own)], device=device), "max").item()

@@ -43,7 +43,7 @@ def read_last_step(manifest: Manifest, measured: Measured, loss: Tensor, norm: T
     """Read the last whole step from `measured`; wait for the device. No collective."""
 
     def seconds(*kinds: Kind | str) -> float:
-        return sum(stop - start for kind, _, _, start, stop in spans if kind in kinds)
+        return float(sum(stop - start for kind, _, _, start, stop in spans if kind in kinds))
 
     begin, end, spans = measured.read()
     work = seconds(Kind.FORWARD, Kind.BACKWARD)

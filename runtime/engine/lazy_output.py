@@ -61,10 +61,7 @@ class RankPart:
         return self._share(find, self.result.shape[:-1], torch.int64)
 
     def log_prob(self, classes: Tensor) -> Tensor:
-        """Return the logarithms of the softmax at the `classes`, and 0 at those that do not exist.
-
-        Three numbers a row leave each rank.
-        """
+        """Return the log-softmax at `classes`, 0 at those that do not exist; three numbers a row leave each rank."""
         dtype, dim, legal = widen(self.result.dtype), self.result.batch_dim, classes >= 0
         legal &= classes < self.result.shape[-1]
         own = classes.masked_fill(~legal, 0)

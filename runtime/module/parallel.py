@@ -249,10 +249,7 @@ class Parallel(BoundModule):
         return result
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model's ``state_dict`` on the CPU of rank 0, {} elsewhere; the plain model loads it.
-
-        Every rank must call it.
-        """
+        """Return the plain model's ``state_dict`` on the CPU of rank 0, {} elsewhere. Every rank must call it."""
         with self._connection.position.collective_call("full_state_dict"):
             return gather_whole(self._manifest, self._connection.rank, self._slices())
 

@@ -92,10 +92,7 @@ class WholeParameters:
                 self._parameters[name].copy_(own)
 
     def open(self, names: Iterable[str]) -> None:
-        """Make `names` whole, with their gradients, where this rank steps them.
-
-        What others step has its whole shape, and neither values nor a gradient.
-        """
+        """Make `names` whole, with gradients, where this rank steps them; elsewhere they have the whole shape alone."""
         for name in names:
             p, on_tensor = self._parameters[name], self._known[name].placement["tensor"]
             divided = on_tensor.dim is not None and self._tensor.size > 1

@@ -152,10 +152,7 @@ class FlatShard:
 
 
 def join_states(shard: FlatShard, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the states of a shard's parameters, as in `fill`, to those of its own part.
-
-    ValueError where their steps differ.
-    """
+    """Join the states of a shard's parameters, as in `fill`, to those of its own part; ValueError if steps differ."""
     # A tensor without elements needs no state; states of one without dimensions look like single values.
     sizes = {name: len(shape) for shape, name in zip(shard.shapes, shard.names, strict=True) if shape.numel()}
     states = {name: state for name, state in states.items() if name in sizes}

@@ -1,7 +1,4 @@
-"""Hashes of tensors' bits, by which ranks see whether they have the same.
-
-Positions are hashed with the elements, and one changed element always changes the hash.
-"""
+"""Hashes of tensors' bits and places, for ranks to compare: one changed element always changes the hash."""
 
 from collections.abc import Mapping
 

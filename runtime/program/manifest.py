@@ -97,10 +97,7 @@ OutputKind = Literal["tensor", "tuple", "dict", "dataclass"]
 
 @dataclass(frozen=True)
 class Output:
-    """The structure of a call's result around the loss.
-
-    With `separate_loss` a call returns the loss, and the model's result as the second of two.
-    """
+    """The model's result around the loss; with `separate_loss` a call returns the loss, and then this as a second."""
 
     kind: OutputKind
     loss: str = ""

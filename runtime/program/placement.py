@@ -33,10 +33,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `first` to ``first + count`` of a tensor: those from `local` on of a rank's slice.
-
-    They are `shared` if all ranks of the axis hold them.
-    """
+    """Rows `first` to ``first + count`` of a tensor, from `local` on in a slice; `shared` if all ranks hold them."""
 
     first: int
     local: int
@@ -77,10 +74,7 @@ class AxisPlacement:
         return tuple(local)
 
     def rows(self, size: int, index: int) -> Iterator[Rows]:
-        """Yield the rows that rank `index` of `size` holds of a shard, in order.
-
-        The rows of padding are left out: they are the last of the rank's slice.
-        """
+        """Yield the rows of a shard that rank `index` of `size` holds, in order; padding, its last, is left out."""
         first = local = 0
         end = sum(segment.rows for segment in self.segments) - self.padding
         for segment in self.segments:

@@ -150,10 +150,7 @@ def peak_in_flight(actions: Iterable[Action]) -> int:
 
 
 def assign_slots(actions: Iterable[Action]) -> dict[int, dict[int, int]]:
-    """Return, by stage and microbatch, the slot that holds the microbatch: the lowest that is free.
-
-    A stage has as many slots as it has microbatches in flight at its peak.
-    """
+    """Return, by stage and microbatch, its slot, the lowest that is free: a stage has as many as it has in flight."""
     taken: dict[int, dict[int, int]] = defaultdict(dict)
     found: dict[int, dict[int, int]] = defaultdict(dict)
     for stage, kind, microbatch in actions:
@@ -187,10 +184,7 @@ def check_shape(name: str, p: int, m: int, v: int) -> None:
 
 
 def _add_transfers(orders: list[list[Action]], last: int) -> Schedule:
-    """Put each send right after the action that makes its value, and each receive ahead of its need.
-
-    One compute action ahead, so that it is already posted when the peer sends.
-    """
+    """Put a send right after what makes its value, a receive one compute action ahead, posted when the peer sends."""
     if len(orders) == 1:  # every stage hands its value over on the spot
         return (tuple(orders[0]),)
     schedule: list[tuple[Action, ...]] = []

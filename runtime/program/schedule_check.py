@@ -108,10 +108,7 @@ def _check_rank(rank: int, actions: Sequence[Action], p: int, v: int, m: int) ->
 
 
 def _needed(stage: int, kind: Kind, p: int, last: int) -> list[tuple[int, Kind]] | None:
-    """List the stages and kinds of what comes before an action on its rank, for the same microbatch.
-
-    None for a send or receive without a neighbouring stage on another rank.
-    """
+    """List what comes before an action on its rank, for its microbatch; None for a message without another rank."""
     neighbour = stage + kind.direction if kind.sends else stage - kind.direction
     has_neighbour = 0 <= neighbour <= last
     if not kind.computes:

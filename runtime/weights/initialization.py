@@ -33,10 +33,7 @@ _COS = [(-1) ** k / math.factorial(2 * k) for k in range(12)]
 
 
 def draw_slice(parameter: Parameter, rank: Rank, seed: int) -> Tensor:
-    """Draw this rank's slice of the tensor that `parameter.initial` describes, a chunk of elements at a time.
-
-    Rows of padding are zero.
-    """
+    """Draw this rank's slice of what `parameter.initial` describes, a chunk at a time; rows of padding are zero."""
     made = torch.empty(parameter.local_shape(rank.mesh.axes), dtype=parameter.dtype, device=rank.device)
     flat, rows = made.view(-1), _find_rows(parameter, rank)
     chunk = CPU_CHUNK if rank.device.type == "cpu" else DEVICE_CHUNK
