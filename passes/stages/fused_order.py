@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from networkx.utils import UnionFind
 from numpy.typing import NDArray
 from torch import fx
 
@@ -96,14 +97,18 @@ class FusedOrder:
         with the item before them.
         """
         measured = list(_measure(self.stage, measure, self.ledger.repeated_nodes))
-        units = _join((items for items, _ in measured), len(self.row.items))
-        table, sums, penalty = (np.zeros((len(units), 3, len(measure(Work())))) for _ in range(3))
+        table, sums, penalty = (np.zeros((len(self.row.items), 3, len(measure(Work())))) for _ in range(3))
+        joined = UnionFind(range(len(table)))
+        for items, _ in measured:
+            joined.union(*items)
+        units = [sorted(unit) for unit in joined.to_sets()]
+        first = {item: unit[0] for unit in units for item in unit}
         index = 0
         for items, own in measured:
-            index = units[items[0]][0] if items else index
+            index = first[items[0]] if items else index
             (sums if items else table)[index] += own
         known: dict[str, Floats] = {}
-        for unit in (unit for item, unit in enumerate(units) if unit[0] == item):
+        for unit in units:
             whole = sums[unit[0]]
             share = np.zeros_like(whole)
             for count, (last, end) in enumerate(pairwise(unit), 1):
@@ -161,13 +166,3 @@ def _measure(stage: Stage, measure: Measure, repeated: Iterable[fx.Node]) -> Ite
             works = forward_work(node), backward_work(node, trained)
             forward, backward = (np.array(measure(work)) for work in works)
             yield info(node).items, np.array([forward, backward, forward * (node in again)])
-
-
-def _join(groups: Iterable[Sequence[int]], count: int) -> list[list[int]]:
-    """Return for each of so many items all that stand with it in a group, or with one that does, ascending."""
-    units = [[item] for item in range(count)]
-    for group in groups:
-        joined = sorted({item for own in group for item in units[own]})
-        for item in joined:
-            units[item] = joined
-    return units
