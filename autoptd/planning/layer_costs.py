@@ -175,7 +175,7 @@ class LayerCosts:
         times = self._item_times(mesh)
         size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
         cut = cut_sequence(times.costs, times.boundary_costs, memory, **size, effort=0.0)
-        return Found(cut.positions, "", not cut.overflow, memory.of_ranks(cut.positions))
+        return Found(cut.positions, "", not cut.overflow, cut.held)
 
     def divide(
         self, mesh: Mesh, chunks: int, scatter_gather: bool, positions: Sequence[int]

@@ -35,14 +35,6 @@ class Memory:
     reserved: Sequence[int]
     limit: int
 
-    def of_ranks(self, positions: Sequence[int]) -> list[int]:
-        """Return the peak bytes of each pipeline rank where the items are cut at `positions`."""
-        starts = [0, *positions]
-        static, activation = (np.add.reduceat(row, starts) for row in (self.static, self.activation))
-        held = static + np.asarray(self.in_flight) * activation
-        sums = held.reshape(len(held), -1, len(self.reserved)).sum(1).max(0)
-        return [own + more for own, more in zip(sums.tolist(), self.reserved, strict=True)]
-
 
 @dataclass(frozen=True)
 class CostSequence:
@@ -100,12 +92,13 @@ class CostSequence:
         """Return the cost of the slowest pipeline rank."""
         return int(self.rank_sums(self.stage_costs(cut)).max())
 
-    def fullest(self, cut: Ints) -> int:
-        """Return the peak bytes of the fullest pipeline rank."""
-        return int(self.rank_sums(self.stage_bytes(cut)).max())
+    def peaks(self, cut: Ints) -> list[int]:
+        """Return the peak bytes of each pipeline rank."""
+        found: list[int] = self.rank_sums(self.stage_bytes(cut)).max(0).tolist()
+        return found
 
     def fits(self, cut: Ints) -> bool:
-        return self.fullest(cut) <= self.limit
+        return max(self.peaks(cut)) <= self.limit
 
     def take(self, kept: Ints) -> CostSequence:
         """Return the same sequence with the places of numbers `kept` only (ascending)."""

@@ -30,7 +30,7 @@ Made = TypeVar("Made")
 
 class Found(NamedTuple):
     """The positions of a cut, a line for the log, whether it fits, and the bytes that each pipeline rank holds, as the
-    cut counts them; none without a limit."""
+    cut counts them where there is a limit."""
 
     positions: tuple[int, ...]
     entry: str
@@ -49,13 +49,10 @@ def find_cut(
 ) -> Found:
     """Return the cut into `num_stages`, stage k for pipeline rank k mod p.
 
-    Args:
-        schedule: the schedule of the stages, with `num_microbatches` (default 8 p): the shortest step of several cuts
-            decides, and the schedule says how many microbatches a stage holds.
-        cluster: the costs are times on this cluster, and its memory limits parameters, gradients, Adam's state,
-            activations in flight, and the backward of one recomputed group. If no cut is found to fit, the log says
-            so. Default the paper's, "dgx-a100", with any memory.
-        reserved_bytes: further bytes of each pipeline rank; default none.
+    Of several cuts the shortest step in `schedule` decides, with `num_microbatches` (default 8 p). The costs are times
+    on `cluster`, whose memory limits parameters, gradients, Adam's state, activations in flight, the backward of one
+    recomputed group, and the `reserved_bytes` of each pipeline rank; if no cut is found to fit, the log says so. By
+    default it is the paper's, "dgx-a100", with any memory.
 
     Raises ValueError if there are fewer cuttable units than stages.
     """
@@ -71,9 +68,8 @@ def find_cut(
         memory = Memory(static, activation, alive, reserved, int(cluster.device.memory_bytes))
     times = fused_order.times(described)
     choice = choose_cut(Pipeline(times, schedule, pipeline, m, num_stages // pipeline), memory)
-    held = memory.of_ranks(choice.cut.positions) if memory is not None else ()
     entry = _describe(choice, pipeline, described.name)
-    return Found(choice.cut.positions, entry, not choice.cut.overflow, held)
+    return Found(choice.cut.positions, entry, not choice.cut.overflow, choice.cut.held)
 
 
 def fit_cut(

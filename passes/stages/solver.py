@@ -28,9 +28,9 @@ PRECISION = 24  # bits of the costs and bytes that the solver sees
 class Cut:
     """Stage k is items ``positions[k - 1]`` to ``positions[k]``; costs are of one microbatch, with transfers.
 
-    `bottleneck` is the slowest pipeline rank's cost. `lower_bound` holds for every contiguous cut (of those that fit,
-    where memory is limited), also outside the window and above the ceiling of the search. `overflow` says why memory
-    was not heeded, where no cut was found to fit.
+    `bottleneck` is the slowest pipeline rank's cost, and `held` the peak bytes of each rank where there is a limit.
+    `lower_bound` holds for every contiguous cut (of those that fit, where memory is limited), also outside the window
+    and above the ceiling of the search. `overflow` says why memory was not heeded, where no cut was found to fit.
     """
 
     positions: tuple[int, ...]
@@ -38,12 +38,14 @@ class Cut:
     bottleneck: int
     lower_bound: int
     method: str
+    held: Sequence[int]
     overflow: str = ""
 
     @classmethod
     def of(cls, sequence: CostSequence, cut: Ints, lower_bound: int, method: str) -> Cut:
         positions, costs = sequence.places[cut[1:-1]].tolist(), sequence.stage_costs(cut).tolist()
-        return cls(tuple(positions), tuple(costs), sequence.bottleneck(cut), lower_bound, method)
+        numbers = sequence.bottleneck(cut), lower_bound, method, sequence.peaks(cut)
+        return cls(tuple(positions), tuple(costs), *numbers)
 
     @property
     def gap(self) -> float:
@@ -66,8 +68,7 @@ def cut_sequence(
     Args:
         costs: integers, one per item; their sum below 2**60.
         boundary_costs: the cost that a cut before item i adds to the stage on either side; None forbids it.
-        memory: the bytes of the items, and the limit of each rank. If no cut is found to fit, the result is the cut
-            without a limit, and its `overflow` says so.
+        memory: if no cut is found to fit, the result is the cut without a limit, and its `overflow` says so.
         stage_ceiling: for v > 1, no stage costs more than this times the least possible slowest stage. None: any
             stages. Ranks balanced out of uneven chunks may wait for each other (see `choose_cut`).
         effort: deterministic seconds of each CP-SAT round; 0: the dynamic programme alone.
@@ -119,7 +120,7 @@ def _first_cut(sequence: CostSequence) -> Ints:
         if fitting is not None:
             return fitting
     least = [_least_memory(sequence, fastest, share, sequence.limit) for share in shares]
-    return min(least, key=sequence.fullest)
+    return min(least, key=lambda cut: max(sequence.peaks(cut)))
 
 
 def _divide_room(sequence: CostSequence, share: Ints, limit: int) -> Ints:
@@ -132,7 +133,7 @@ def _divide_room(sequence: CostSequence, share: Ints, limit: int) -> Ints:
 
 def _least_memory(sequence: CostSequence, fastest: Ints, share: Ints, low: int) -> Ints:
     """Return the cut whose fullest rank holds the fewest bytes, above `low` and to a thousandth, divided as `share`."""
-    best, high = fastest, sequence.fullest(fastest)
+    best, high = fastest, max(sequence.peaks(fastest))
     while high - low > high >> 10:
         middle = (low + high) // 2
         cut = cost_sequence.place_cuts(sequence, UNLIMITED, _divide_room(sequence, share, middle))
@@ -166,8 +167,6 @@ def _improve(
     for _ in range(ROUNDS):
         fits = places.fits(cut)
         search = _Search(places, cut, window, ceiling if fits else UNLIMITED, bound)
-        if places.limit < UNLIMITED:
-            search.limit_memory(places.limit)
         found, optimal = search.solve(effort)
         if found is None:
             return kept[cut], bound, method or "dynamic programme; CP-SAT found nothing within its limit"
@@ -257,8 +256,10 @@ class _Search:
         for rank in range(ranks):
             model.add(sum(cost[rank::ranks]) <= bottleneck)
         model.minimize(bottleneck)
+        if sequence.limit < UNLIMITED:
+            self._limit_memory(sequence.limit)
 
-    def limit_memory(self, limit: int) -> None:
+    def _limit_memory(self, limit: int) -> None:
         """Hold each rank's stages within `limit` bytes at every moment, less what rounding may hide."""
         sequence = self.sequence
         shift = max(0, limit.bit_length() - PRECISION)

@@ -152,8 +152,8 @@ def test_memory_of_chunks_is_never_exceeded(sequence: tuple[list[int], Tolls], d
         assert cut.overflow.startswith("found no cut that fits")
         return
     assert not cut.overflow
-    assert memory.of_ranks(cut.positions) == rank_sums(stage_bytes(memory, cut.positions), 2)
-    assert max(memory.of_ranks(cut.positions)) <= limit
+    assert cut.held == rank_sums(stage_bytes(memory, cut.positions), 2)
+    assert max(cut.held) <= limit
     assert cut.bottleneck == min(max(rank_sums(stage_costs(costs, tolls, c), 2)) for c in fitting)
 
 
