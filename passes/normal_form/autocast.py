@@ -117,7 +117,8 @@ def describe_result(state: Autocast | None, call: Call, target: Any) -> Call:
     floats = any(isinstance(v, Tensor) and v.is_floating_point() for v in given)
     if not floats or not (enabled or is_mutation(node.target) or _dtypes(given) != _dtypes(same)):
         return call
-    args, kwargs = _meta_values(arguments)
+    values, meta = fx.map_arg(arguments, lambda n: n.meta["val"]), torch.device("meta")
+    args, kwargs = fx.node.map_aggregate(values, lambda x: meta if isinstance(x, torch.device) else x)
     try:
         with torch.no_grad():
             found = target(*args, **kwargs)
@@ -133,12 +134,6 @@ def describe_result(state: Autocast | None, call: Call, target: Any) -> Call:
             f"expected {_names(found)}. Call it with autocast disabled, and cast explicitly"
         )
     return replace(call, meta={**call.meta, "val": _with_dtypes(traced, found)})
-
-
-def _meta_values(value: Any) -> Any:
-    """Return arguments to run an operator with on the meta device."""
-    values, meta = fx.map_arg(value, lambda n: n.meta["val"]), torch.device("meta")
-    return fx.node.map_aggregate(values, lambda x: meta if isinstance(x, torch.device) else x)
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:

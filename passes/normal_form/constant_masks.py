@@ -57,9 +57,8 @@ class MaskJudge:
             return None
         if val.numel() <= _BLOCK:
             whole = self.value(node)
-            if whole is None:
-                return None
-            return whole.narrow(-2, start, count) if whole.dim() > 1 and whole.shape[-2] > 1 else whole
+            one = whole is None or whole.dim() < 2 or whole.shape[-2] == 1
+            return whole if one else whole.narrow(-2, start, count)
         if node.target is aten.expand.default:
             source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
             return None if source is None else source.expand(*val.shape[:-2], count, val.shape[-1])

@@ -55,12 +55,9 @@ class _Folder:
         self.constant: set[fx.Node] = set()
         self.made: dict[str, Parameter] = {}
         self.proved: frozenset[str] = frozenset()
-        self._copy(stage.graph)
-
-    def _copy(self, graph: fx.Graph) -> None:
         values: dict[fx.Node, fx.Node] = {}
         first: dict[str, fx.Node] = {}
-        for node in graph.nodes:
+        for node in stage.graph.nodes:
             values[node] = copied = self.graph.node_copy(node, values.__getitem__)
             copied.meta = node.meta
             _free_of_data(copied)

@@ -154,10 +154,8 @@ class Normalizer(Writer):
             cell.node, cell.base = rewrite(twin, call), None
             return cell
         if twin is aten.copy.default:
-            twin, call = (
-                aten.expand.default,
-                replace(call, args=(call.args[1], list(call.val.shape)), kwargs={}),
-            )
+            args = call.args[1], list(call.val.shape)
+            twin, call = aten.expand.default, replace(call, args=args, kwargs={})
         self.write(cell, rewrite(twin, describe_result(scope.autocast, call, twin)))
         return cell
 

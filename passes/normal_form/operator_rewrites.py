@@ -21,7 +21,8 @@ Rule = Callable[[Call], "fx.Node | None"]
 
 def rewrite(target: Any, call: Call) -> fx.Node:
     """Write the normal form of `call`. Raises ValueError for an unsupported or a random operator."""
-    rule = _draw if draws(target) else RULES.get(target)
+    packet = getattr(target, "overloadpacket", None)
+    rule = _draw if draws(target) else RULES.get(target, RULES.get(packet))
     made = rule(call) if rule is not None else None
     if made is not None:
         return made
@@ -308,21 +309,16 @@ def _rrelu(call: Call) -> fx.Node | None:
     return None if call.argument("training") else call.emit(aten.leaky_relu.default, call.source, slopes / 2)
 
 
-RULES: dict[Any, Rule] = {
-    aten.alias.default: lambda call: call.source,
-    **dict.fromkeys((aten.lift_fresh_copy.default, aten.lift_fresh.default), lambda call: call.source),
-    **dict.fromkeys((aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other), _cast),
-    **dict.fromkeys((aten.to.prim_Device, aten.to.prim_dtype), _cast),
-    **dict.fromkeys((aten._to_copy.default, aten.type_as.default), _cast),
-    **dict.fromkeys((aten.contiguous.default, aten.clone.default), _contiguous),
-    **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), _reshape),
-    **dict.fromkeys((aten.view_as.default, aten.reshape_as.default), _reshape),
-    **dict.fromkeys((aten.flatten.using_ints, aten.unflatten.int), _reshape),
-    **dict.fromkeys((aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
-    **dict.fromkeys((aten.expand.default, aten.expand_as.default), _shaped(aten.expand.default)),
-    **dict.fromkeys((aten.t.default, aten.numpy_T.default, aten.movedim.int, aten.movedim.intlist), _permute),
-    **dict.fromkeys((aten.mT.default, aten.mH.default, aten.adjoint.default), _permute),
-    **dict.fromkeys((aten.moveaxis.int, aten.moveaxis.intlist), _permute),
+RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike have one row
+    **dict.fromkeys((aten.alias, aten.lift_fresh_copy, aten.lift_fresh), lambda call: call.source),
+    **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), _cast),
+    **dict.fromkeys((aten.contiguous, aten.clone), _contiguous),
+    **dict.fromkeys((aten.view.default, aten.reshape, aten._unsafe_view, aten.view_as), _reshape),
+    **dict.fromkeys((aten.reshape_as, aten.flatten, aten.unflatten), _reshape),
+    **dict.fromkeys((aten.gru, aten.lstm, aten.rnn_tanh, aten.rnn_relu), _recurrent),
+    **dict.fromkeys((aten.expand, aten.expand_as), _shaped(aten.expand.default)),
+    **dict.fromkeys((aten.t, aten.numpy_T, aten.mT, aten.mH, aten.adjoint), _permute),
+    **dict.fromkeys((aten.movedim, aten.moveaxis), _permute),
     **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss_nd.default), loss_rewrites.write_loss),
     aten.kl_div.default: loss_rewrites.write_kl_div,
     aten.index.Tensor: loss_rewrites.write_index,
@@ -334,7 +330,7 @@ RULES: dict[Any, Rule] = {
     # Without `cudnn_enable`, which differs by machine and means nothing to the operator.
     aten.layer_norm.default: lambda call: call.emit(aten.layer_norm.default, *call.args[:5]),
     aten.embedding.default: _embedding,
-    **dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), _embedding_bag),
+    aten.embedding_bag: _embedding_bag,
     aten.mul.Tensor: _neutral(1),
     aten.add.Tensor: _neutral(0),
     aten.matmul.default: _matmul,
