@@ -192,9 +192,7 @@ def replicated_heads(axis_map: AxisMap) -> frozenset[fx.Node]:
     result = set()
     for node, axis in axis_map.heads:
         sizes = [f.size for f in ax.factors(axis) if f not in batch]
-        if axis.blocked or len(sizes) < 2 or prod(sizes) % tensor:
-            continue
-        if any(size % tensor == 0 for size in sizes):
+        if axis.blocked or len(sizes) < 2 or prod(sizes) % tensor or any(n % tensor == 0 for n in sizes):
             continue
         if tensor % sizes[0]:
             raise ax.IndivisibleError(
@@ -280,11 +278,9 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
     for node in graph.nodes:
         matrix = node.op == "get_attr" and node in axis_map.weights and len(axis_map.of(node)) > 1
         if matrix and not ax.is_divided(axis_map.of(node), divided):
-            shape, size = list(shape_of(node)), tensor_bytes(node.meta["val"])
+            weight = f"weight of shape {list(shape_of(node))} ({tensor_bytes(node.meta['val']):,} bytes)"
             why = "; ".join(dict.fromkeys(_explain(axis, axis_map.tensor) for axis in axis_map.of(node)))
-            lines[f"weight of shape {shape} ({size:,} bytes) replicated because {why}"].append(
-                str(node.target)
-            )
+            lines[f"{weight} replicated because {why}"].append(str(node.target))
     for axis, padding in divided.items():
         if padding:
             lines[f"an axis of {axis.size} padded by {padding} in memory"].append(f"tensor={axis_map.tensor}")

@@ -111,11 +111,9 @@ class _Region:
 
     def components(self) -> list[list[fx.Node]]:
         """Replicated values with a partial reader, grouped by what they flow through."""
-        whole = (n for n in self.graph.nodes if n in self.differentiable and not _is_local(n))
-        members = [n for n in whole if self.partial_readers(n)]
+        inside = {n for n in self.differentiable if not _is_local(n) and self.partial_readers(n)}
         network = nx.Graph()
-        network.add_nodes_from(members)
-        inside = set(members)
+        network.add_nodes_from(inside)
         network.add_edges_from((s, n) for n in self.partial & inside for s in inside & {*n.all_input_nodes})
         return sorted(map(sorted, nx.connected_components(network)))
 

@@ -60,12 +60,9 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"
     calls = (n for n in stage.graph.nodes if n.op == "call_function" and rules_of(n) in (FOREIGN, UNFAMILIAR))
-    hidden = {called(node): bound_hidden(node) for node in calls}
-    entry += "".join(
-        f"; {name} may hide up to {flops:,} FLOPs of a product, which no rule counts"
-        for name, flops in hidden.items()
-        if flops > program.model_flops / 100
-    )
+    for name, flops in {called(node): bound_hidden(node) for node in calls}.items():
+        if flops > program.model_flops / 100:
+            entry += f"; {name} may hide up to {flops:,} FLOPs of a product, which no rule counts"
     whole = replace(stage, graph=graph, parameters=parameters)
     symbols = name_dimensions(program, axis_map, divided, localizer.named)
     log = (*program.log, entry, *notes)
