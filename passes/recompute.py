@@ -33,12 +33,10 @@ Group = tuple[str, Sequence[fx.Node]]
 def recompute_activations(program: Program, *, recompute: str | int) -> Program:
     """Mark the calls that the backward runs again.
 
-    Args:
-        recompute: "none"; "full" keeps each layer's input; an int k keeps the input of every k-th layer; "optimal"
-            chooses k for the least memory: about ``c = sqrt(l * A_int / A_in)`` checkpoints for the l layers of a
-            stage, with the bytes of a layer's input and of its saved tensors from the ledger; "selective" recomputes
-            the attention weights, from the product of queries and keys to the product with the values, unless a fused
-            attention never stores them.
+    `recompute`: "none"; "full" keeps each layer's input; an int k keeps the input of every k-th layer; "optimal"
+    chooses k for the least memory: about ``c = sqrt(l * A_int / A_in)`` checkpoints for the l layers of a stage, with
+    the bytes of a layer's input and of its saved tensors from the ledger; "selective" recomputes the attention weights,
+    from the product of queries and keys to the product with the values, unless a fused attention never stores them.
 
     A stage's part of a layer is a group of its own. The calls before the first layer and after the last one are kept,
     and so is a group that would save nothing. Raises ValueError if no layers are found.
@@ -73,10 +71,7 @@ def _find_groups(
             )
         layers = [layer for stack in stacks for layer in stack]
         size = _choose_size(recompute, layers, ledgers)
-        found = [
-            [group for stack in stacks for group in _gather(stack, index, size)]
-            for index in range(len(program.stages))
-        ]
+        found = [[own for stack in stacks for own in _gather(stack, i, size)] for i in range(len(ledgers))]
         entry = f"{len(layers)} layers found, up to {size} in a group"
     pairs = zip(ledgers, found, strict=True)
     return [[parts for parts in own if _is_worth(parts, ledger)] for ledger, own in pairs], entry

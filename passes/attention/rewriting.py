@@ -127,9 +127,7 @@ class Rewriter:
         """Pass grouped keys and values to fused attention as they are, as its kernels repeat them themselves."""
         q, k, v = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
         flash = q.dim() == 4 and k.shape[-1] == v.shape[-1] <= _FLASH_SIZE
-        if (
-            not flash or argument(node, 3, "attn_mask") is not None
-        ):  # with a mask, torch would write the scores out
+        if not flash or argument(node, 3, "attn_mask") is not None:  # torch would write the scores out
             return
         keys, values = (_unrepeated(n) for n in node.args[1:3])
         heads = {shape_of(n)[1] for n in (keys, values) if n is not None}

@@ -36,10 +36,8 @@ def backward_work(
     """Return the work of the backward of one node: gradients of its arguments from those of its results.
 
     Included is that the gradients of a value with several readers are summed, and that a parameter's gradient is
-    added to those of the microbatches before. Views cost nothing but where a gradient must be put together.
-
-    Args:
-        trained: the values that have a gradient (see `find_trained`); by default all that may have one.
+    added to those of the microbatches before. Views cost nothing but where a gradient must be put together. `trained`
+    are the values that have a gradient (see `find_trained`); by default all that may have one.
     """
 
     def has_gradient(node: fx.Node) -> bool:

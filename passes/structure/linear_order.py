@@ -87,10 +87,8 @@ class Row:
         """Return the nanoseconds to send the values that live before each item, and to send their gradients back."""
 
         def time(node: fx.Node) -> int:
-            value = node.meta["val"]
-            if not isinstance(value, torch.Tensor):
-                return 0
-            return durations.of_transfer(value, divided=info(node).is_divided)
+            value, divided = node.meta["val"], info(node).is_divided
+            return durations.of_transfer(value, divided=divided) if isinstance(value, torch.Tensor) else 0
 
         return self.sum_alive(time, lambda node: time(node) if node in self.trained else 0)[:, :-1]
 
