@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from autoptd.check.tensor_parallel import place, prove_tensor_parallel
+from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.options import AXES, check_counts, check_modes, check_seed
+from autoptd.passes.ir.nodes import where
 from autoptd.passes.ir.program import Stage, constants_made
 from autoptd.passes.operators.proof import PlacementError
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
@@ -208,7 +209,7 @@ def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) 
         raise ProgramError(f"{at} returns {len(results)} values ({', '.join(map(str, results))}); {shown}")
     for node, value, (use, expected) in zip(results, values, wanted, strict=True):
         if _describe(value) != expected:
-            raise ProgramError(f"{at}: {place(node)} is {_describe(value)}; {use} {expected}")
+            raise ProgramError(f"{at}: {where(node)} is {_describe(value)}; {use} {expected}")
 
 
 def _describe(value: Any) -> str:

@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.nodes import argument, info, operator_name
+from autoptd.passes.ir.nodes import argument, info, operator_name, where
 from autoptd.passes.ir.program import Stage, split_results
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.record import OperatorRules, Records
@@ -51,12 +51,6 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
     for walk in reversed(walks):
         leaving = walk.backward(leaving, manifest.stages[walk.index].receives)
     return tuple(line for walk in walks for line in walk.uncovered)
-
-
-def place(node: fx.Node) -> str:
-    """Return a node's place: "c_proj at h.0.attn.c_proj (gpt.py:35)"."""
-    path, line = info(node).path, info(node).line
-    return str(node) + (f" at {path}" if path else "") + (f" ({line})" if line else "")
 
 
 def _is_copied_part(node: fx.Node) -> bool:
@@ -102,7 +96,7 @@ class StageWalk:
                 try:
                     self.placements[node] = placement_after(node, self.placements, self.rules)
                 except proof.PlacementError as error:
-                    raise proof.PlacementError(f"stage {self.index}: {place(node)} {error}") from None
+                    raise proof.PlacementError(f"stage {self.index}: {where(node)} {error}") from None
                 self._note_uncovered(node)
             elif node.op == "get_attr":
                 self.placements[node] = proof.place_parameter(self.stage.parameters[str(node.target)], tensor)
@@ -126,7 +120,7 @@ class StageWalk:
             else "leaves each tensor rank one row among other dimensions of size 1: which is divided, cannot be told"
         )
         name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
-        self.uncovered.append(f"stage {self.index}: {name}, {place(node)}, {what}; verify() runs it")
+        self.uncovered.append(f"stage {self.index}: {name}, {where(node)}, {what}; verify() runs it")
 
     def _check_results(self, sends: Sequence[Boundary]) -> None:
         if not sends:
@@ -149,7 +143,7 @@ class StageWalk:
             placement = self.placements[node]
             kind = "a tuple" if isinstance(placement, tuple) else placement.word
             raise proof.PlacementError(
-                f"stage {self.index}: {place(node)} {use} and is {kind}: expected {expected}"
+                f"stage {self.index}: {where(node)} {use} and is {kind}: expected {expected}"
             )
 
     def backward(
@@ -187,8 +181,8 @@ class StageWalk:
             self.terms[node] = self.terms[partial]
         if len(readers) > 1:
             whole = readers["whole"]
-            source = place(whole) if whole is not None else "outside this stage"
-            self._refuse(node, f"{place(node)}, which has a whole gradient from {source}")
+            source = where(whole) if whole is not None else "outside this stage"
+            self._refuse(node, f"{where(node)}, which has a whole gradient from {source}")
         return next(iter(readers), None)
 
     def _gradient_from(self, reader: fx.Node, value: fx.Node) -> Gradient | None:
@@ -217,19 +211,19 @@ class StageWalk:
             if gradient == "partial":
                 sums = has_trait(node, Trait.SUMS_RANKS)
                 what = "is a sum over the tensor ranks" if sums else "has a backward of its own"
-                self._refuse(node, f"{place(node)}, which {what}")
+                self._refuse(node, f"{where(node)}, which {what}")
         elif has_trait(node, Trait.SUMS_GRADIENTS) or _is_copied_part(node):
             if gradient == "whole":
                 way = "compute this linear without its all-reduce"
                 if node.target is collectives.copy_to_tensor:
                     way = "leave this copy_to_tensor out"
                 raise proof.PlacementError(
-                    f"stage {self.index}: {place(node)} all-reduces a gradient that is whole on every tensor "
+                    f"stage {self.index}: {where(node)} all-reduces a gradient that is whole on every tensor "
                     f"rank, and so multiplies it by their number: only divided operators may read it; {way}"
                 )
         elif gradient == "whole" and any(self.placements[n] is not proof.WHOLE for n in node.all_input_nodes):
             raise proof.PlacementError(
-                f"stage {self.index}: {place(node)} takes whole rows out of a tensor whose other rows are divided, and "
+                f"stage {self.index}: {where(node)} takes whole rows out of a tensor whose other rows are divided, and "
                 f"gets a whole gradient: expected {node} to be read through collectives.copy_to_tensor(rank, {node})"
             )
 
@@ -237,10 +231,10 @@ class StageWalk:
         """Say where f is missing, if a partial gradient has `reached` where it may not."""
         if node in self.terms:
             reader, value = self.terms[node]
-            found = f"{place(reader)} is divided and reads {value} as it is"
+            found = f"{where(reader)} is divided and reads {value} as it is"
             expected = f"{reader} to read collectives.copy_to_tensor(rank, {value})"
         else:
-            found = f"a later stage hands back one term of the gradient of {place(node)}"
+            found = f"a later stage hands back one term of the gradient of {where(node)}"
             expected = "it to read the value through collectives.copy_to_tensor"
         raise proof.PlacementError(
             f"stage {self.index}: {found}, so that each tensor rank has one term of the gradient only, up to "

@@ -227,42 +227,42 @@ def test_a_graph_of_twice_the_layers_takes_twice_the_work() -> None:
 COLLECTIVES = [
     (
         without("h0_attn_c_proj_g"),
-        "stage 0: h0_ln2_pair at h.0.ln_2 (gpt.py:N) uses the partial sum h0_attn_c_proj before its "
+        "stage 0: h.0.ln_2 (gpt.py:N) uses the partial sum h0_attn_c_proj before its "
         "all-reduce: expected collectives.reduce_from_tensor(rank, h0_attn_c_proj)",
     ),
     (
         apart("h0_attn_c_attn", without("h0_ln1_f")),
-        "stage 0: h0_attn_c_attn at h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1 as it is, so "
+        "stage 0: h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1 as it is, so "
         "that each tensor rank has one term of the gradient only, up to h.0.ln_1.bias, a parameter whose "
         "placement has no partial gradient: expected h0_attn_c_attn to read collectives.copy_to_tensor(rank, h0_ln1)",
     ),
     (
         twice("h0_attn_c_proj_g"),
-        "stage 0: h0_attn_c_proj_g_again at h.0.attn.c_proj (gpt.py:N) all-reduces h0_attn_c_proj_g, "
+        "stage 0: h.0.attn.c_proj (gpt.py:N) all-reduces h0_attn_c_proj_g, "
         "which is whole on every tensor rank already, and so multiplies it by their number: leave this "
         "reduce_from_tensor out",
     ),
     (
         apart("h0_attn_c_attn", twice("h0_ln1_f")),
-        "stage 0: h0_ln1_f at h.0.ln_1 (gpt.py:N) all-reduces a gradient that is whole on every tensor "
+        "stage 0: h.0.ln_1 (gpt.py:N) all-reduces a gradient that is whole on every tensor "
         "rank, and so multiplies it by their number: only divided operators may read it; leave this "
         "copy_to_tensor out",
     ),
     (
         apart("h0_mlp_gelu", reading("h0_mlp_gelu", 0, "wte")),
-        "stage 0: h0_mlp_gelu at h.0.mlp (gpt.py:N) uses the partial sum wte before its all-reduce: "
+        "stage 0: h.0.mlp (gpt.py:N) uses the partial sum wte before its all-reduce: "
         "expected collectives.reduce_from_tensor(rank, wte)",
     ),
     (
         apart("h0_attn_c_attn", reading("h0_add", 1, "h0_ln1_f")),
-        "stage 0: h0_attn_c_attn at h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1_f as it is, so "
-        "that each tensor rank has one term of the gradient only, up to h0_ln1_f at h.0.ln_1 (gpt.py:N), "
-        "which has a whole gradient from h0_add at h.0.ln_2 (gpt.py:N): expected h0_attn_c_attn to read "
+        "stage 0: h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1_f as it is, so "
+        "that each tensor rank has one term of the gradient only, up to h.0.ln_1 (gpt.py:N), "
+        "which has a whole gradient from h.0.ln_2 (gpt.py:N): expected h0_attn_c_attn to read "
         "collectives.copy_to_tensor(rank, h0_ln1_f)",
     ),
     (
         reading("h0_mlp_gelu", 1, "wte"),
-        "stage 0: h0_mlp_gelu at h.0.mlp (gpt.py:N) hands wte, which is a partial sum, to a divided region: expected a "
+        "stage 0: h.0.mlp (gpt.py:N) hands wte, which is a partial sum, to a divided region: expected a "
         "whole value; compute the linear_gelu without an all-reduce, or all-reduce its argument first",
     ),
 ]
@@ -363,11 +363,11 @@ def test_a_marked_gradient_must_be_partial(program: CompiledProgram) -> None:
     [
         (
             "bsh",
-            "h0_attn_split at h.0.attn (gpt.py:N) takes rows 0 to 15 along dimension 2 of h0_attn_c_attn",
+            "h.0.attn (gpt.py:N) takes rows 0 to 15 along dimension 2 of h0_attn_c_attn",
         ),
         (
             "sbh",
-            "h0_attn_c_attn at h.0.attn.c_attn (gpt.py:N) takes rows 0 to 15 along dimension 0 of "
+            "h.0.attn.c_attn (gpt.py:N) takes rows 0 to 15 along dimension 0 of "
             "h0_attn_c_attn_weight",
         ),
     ],
@@ -487,7 +487,7 @@ def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
     narrow = (replace(sent, dtype=torch.bfloat16),)
     half = with_stage(with_stage(manifest, 0, sends=narrow), 1, receives=narrow)
     assert refusal(program, manifest=half) == (
-        "stage 0: h0_add_1 at h.0 (gpt.py:N) is float32[16, 2, 32]; stage 1 takes h0_add_1 as bfloat16[16, "
+        "stage 0: h.0 (gpt.py:N) is float32[16, 2, 32]; stage 1 takes h0_add_1 as bfloat16[16, "
         "2, 32]"
     )
     received = with_stage(manifest, 1, receives=(replace(sent, placement=Placement(tensor=Shard(0))),))
@@ -515,7 +515,7 @@ def test_the_last_stage_returns_the_loss(program: CompiledProgram) -> None:
         output.args = (named(graph, "lm_head"),)
 
     assert refusal(program, stages=edit(program, 1, change)) == (
-        "stage 1: lm_head at lm_head (gpt.py:N) is float32[16, 2, 34]; expected a scalar floating-point loss"
+        "stage 1: lm_head (gpt.py:N) is float32[16, 2, 34]; expected a scalar floating-point loss"
     )
 
 
