@@ -84,15 +84,12 @@ class Headings:
             for path in own:
                 self._ranges.setdefault(_block(path), set()).add(index)
         self._outer = outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
-        self._group = {
+        # The module whose heading covers a path: itself, or its parent if it is a small leaf.
+        self.group = {
             path: path if path in outer or count >= _OWN_HEADING else _caller(path, calls)
             for path, count in calls.items()
         }
         self._shorten = len({_short(block) for block in self._ranges}) == len(self._ranges)
-
-    def group(self, path: str) -> str:
-        """Return the module whose heading covers `path`: itself, or its parent if it is a small leaf."""
-        return self._group.get(path, path)
 
     def heading(self, path: str, nodes: Sequence[fx.Node]) -> str:
         """Return the heading over a run of `nodes` under `path`."""

@@ -25,15 +25,15 @@ _DEVICE_KWARGS = frozenset({"device", "pin_memory", "layout"})
 _PLAIN = re.compile(r"[^\"\\\n\r\t]*")
 
 
-class Names:
+class Names(dict[fx.Node, str]):
     """The names of one function's values: those of the nodes, made legal and distinct.
 
     `device` is how the function writes a device; None leaves device, layout and pinning out of calls.
     """
 
     def __init__(self, nodes: Iterable[fx.Node] = (), device: str | None = "rank.device") -> None:
+        super().__init__()
         self.device = device
-        self._texts: dict[fx.Node, str] = {}
         self._taken: set[str] = set(RESERVED)
         for node in nodes:
             self.add(node)
@@ -41,14 +41,11 @@ class Names:
     def add(self, node: fx.Node) -> None:
         """Give `node` its name: ``p["..."]`` for a parameter, ``rank`` for the rank."""
         if node.op == "get_attr":
-            self._texts[node] = f"p[{quote(str(node.target))}]"
+            self[node] = f"p[{quote(str(node.target))}]"
         elif node.op == "placeholder" and info(node).role == "rank":
-            self._texts[node] = "rank"
+            self[node] = "rank"
         else:
-            self._texts[node] = self.take(node.name)
-
-    def __getitem__(self, node: fx.Node) -> str:
-        return self._texts[node]
+            self[node] = self.take(node.name)
 
     def take(self, name: str) -> str:
         """Return a name like `name` that is still free."""
@@ -74,12 +71,9 @@ def write_call(node: fx.Node, names: Names) -> tuple[str, list[str]]:
         )
     args, kwargs = shorten_call(node.target, node.args, node.kwargs)
     # The rank decides on which device a factory makes its tensor.
-    options = {
-        name: value
-        for name, value in kwargs.items()
-        if name not in _DEVICE_KWARGS
-        or (names.device is not None and value not in (None, False, torch.strided))
-    }
+    off = (None, False, torch.strided)
+    left = {name for name in _DEVICE_KWARGS if names.device is None or kwargs.get(name) in off}
+    options = {name: value for name, value in kwargs.items() if name not in left}
     if isinstance(node.target, OpOverload) and not _packet_suffices(node.target, args, options):
         text = f"{text}.{node.target._overloadname}"
     if isinstance(node.target, AutogradFunction):

@@ -36,25 +36,21 @@ class TracedValue(fx.Proxy):
     """A value of a traced program: its shape is known, its elements are not."""
 
     @property
-    def value(self) -> Any:
-        return self.node.meta["val"]
-
-    @property
     def device(self) -> torch.device:
         return META
 
     def __getattr__(self, name: str) -> Any:
         if name not in _KNOWN:
             return super().__getattr__(name)
-        if not isinstance(self.value, Tensor):
-            raise AttributeError(f"{self.node.name} is a {type(self.value).__name__} and has no {name}")
-        return getattr(self.value, name)
+        if not isinstance(value := _value_of(self.node), Tensor):
+            raise AttributeError(f"{self.node.name} is a {type(value).__name__} and has no {name}")
+        return getattr(value, name)
 
     def __iter__(self) -> Iterator[fx.Proxy]:
         return (self.__getitem__(index) for index in range(len(self)))
 
     def __len__(self) -> int:
-        return len(self.value)
+        return len(_value_of(self.node))
 
     def __bool__(self) -> bool:
         raise ValueError(f"the value of {self.node.name} is read, but a program may depend on shapes only")

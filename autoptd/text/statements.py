@@ -28,7 +28,7 @@ def write_body(stage: Stage, names: Names, headings: Headings, mesh: Mesh) -> It
     repeated = find_repeated(stage, mesh)
 
     def write_modules(nodes: Sequence[fx.Node], indent: str = INDENT) -> Iterator[str]:
-        for number, (path, run) in enumerate(groupby(nodes, lambda node: headings.group(info(node).path))):
+        for number, (path, run) in enumerate(groupby(nodes, lambda node: headings.group[info(node).path])):
             members = list(run)
             if number:
                 yield ""
