@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves  # private, with no public twin
 from autoptd.capture.results import LossFunction
 from autoptd.passes.ir.program import Program
 from autoptd.runtime.program.manifest import Input, Manifest
-from autoptd.runtime.program.tagged_json import decode_value, encode_value
+from autoptd.runtime.program.tagged_json import decode_value
 from autoptd.runtime.user_warnings import warn_caller
 
 _LENGTHS = (
@@ -35,11 +35,6 @@ class Examples:
     inputs: tuple[Input, ...]
     constants: Mapping[str, Any]
     targets: tuple[str, ...]
-
-    @property
-    def fixed(self) -> dict[str, Any]:
-        """Return the arguments that are not tensors, for the manifest. Raises TypeError if it cannot hold one."""
-        return {n: encode_value(value, f"example input {n!r}") for n, value in self.constants.items()}
 
 
 def read_examples(

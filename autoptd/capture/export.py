@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_leaves  # private, with no public twin
+from torch.utils._pytree import tree_leaves, tree_map_only  # private, with no public twin
 
 from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
@@ -36,6 +36,7 @@ from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Result
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.tagged_json import encode_value
 from autoptd.runtime.user_warnings import warn_caller
 
 CHECKS = ("_assert_", "sym_constrain_range")  # what the names of operators begin with that only check
@@ -105,9 +106,10 @@ def capture(
     stage = Stage(graph, tensors.parameters, fx.Graph())
     log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
+    fixed = {n: encode_value(value, f"example input {n!r}") for n, value in examples.constants.items()}
     read = (name.removeprefix("captured.") for name in objective.known.read)
     proved = frozenset(tensors.aliases.get(name, name) for name in read)
-    return Program(mesh, (stage,), *known, proved, autocast=autocast, fixed=examples.fixed, device=seen)
+    return Program(mesh, (stage,), *known, proved, autocast=autocast, fixed=fixed, device=seen)
 
 
 def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -327,10 +329,5 @@ def _describe_node(new: fx.Node, node: fx.Node, **facts: Any) -> None:
     """Describe `new` by what torch.export says of `node`, and `facts`."""
     stack, line = node.meta.get("nn_module_stack"), short_line(node.meta.get("stack_trace") or "")
     path = re.sub(r"@\d+|^captured\.?", "", list(stack.values())[-1][0]) if stack else ""
-    describe(new, fx.node.map_aggregate(node.meta.get("val"), _plain), NodeInfo(path, line, **facts))
-
-
-def _plain(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+    val = tree_map_only(Tensor, lambda x: make_twin(x).detach(), node.meta.get("val"))
+    describe(new, val, NodeInfo(path, line, **facts))
