@@ -28,18 +28,17 @@ def list_examples(example_inputs: Any) -> list[Any]:
     """
     if example_inputs is not None and not isinstance(example_inputs, (Mapping, Sequence, Tensor)):
         raise TypeError(f"example_inputs is {example_inputs!r}; expected a dict or tuple, or a list of these")
-    if not isinstance(example_inputs, list):
-        return [example_inputs]
-    whole = [isinstance(x, (Mapping, tuple, list)) for x in example_inputs]
+    several = example_inputs if isinstance(example_inputs, list) else []
+    whole = [isinstance(x, (Mapping, tuple, list)) for x in several]
     if not any(whole):
-        return [example_inputs]  # the positional inputs of one microbatch
+        return [example_inputs]  # a list: the positional inputs of one microbatch
     if not all(whole):
-        other = example_inputs[whole.index(False)]
+        other = several[whole.index(False)]
         raise TypeError(
             f"example_inputs is a list that mixes examples with a {type(other).__name__}; expected a dict or tuple for "
             "each of several input shapes, or a dict of the inputs of one microbatch"
         )
-    return example_inputs
+    return several
 
 
 def check_examples(model: nn.Module, examples: list[Any], loss_fn: LossFunction, size: int | None) -> None:
