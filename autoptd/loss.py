@@ -29,6 +29,7 @@ class Lookup(NamedTuple):
     it ignores, and whether it is a mean over the others, and a weighted one.
     """
 
+    node: fx.Node
     source: fx.Node
     numbers: fx.Node
     rows: int
@@ -48,9 +49,9 @@ def describe_inputs(program: Program) -> tuple[Input, ...]:
     inputs = {value.name: value for value in program.inputs}
     whole = strip(find_loss(program), MOVING | Trait.SCALES)
     for name, places in _find_places(program).items():
-        (node, _, place), *others = places
-        if place is not None and all(other is not None and other[0] == place[0] for *_, other in others):
-            weighs = node is whole and not others and inputs[name].batch_dim is not None
+        (loss, place), *others = places
+        if place is not None and all(other is not None and other[0] == place[0] for _, other in others):
+            weighs = loss.node is whole and not others and inputs[name].batch_dim is not None
             inputs[name] = replace(inputs[name], ignore_index=place[0], skipped=place[1], weighs=weighs)
     found: dict[str, list[Lookup]] = {}
     for lookup in find_lookups(program):
@@ -71,9 +72,9 @@ def find_lookups(program: Program) -> Iterator[Lookup]:
         if (loss := read_loss(node)) is not None:
             yield loss
         elif node.target is kernels.embedding:
-            yield Lookup(*args[1:4])
+            yield Lookup(node, *args[1:4])
         elif node.target in (aten.embedding.default, kernels.lookup):
-            yield Lookup(args[0], args[1], shape_of(args[0])[0])
+            yield Lookup(node, args[0], args[1], shape_of(args[0])[0])
 
 
 def find_counts(program: Program) -> tuple[str, ...]:
@@ -105,18 +106,16 @@ def find_divisors(node: fx.Node) -> Sequence[Any]:
     return node.args[:1] if inverse or aten_name(node.target) == "reciprocal" else ()
 
 
-def _find_places(program: Program) -> dict[str, list[tuple[fx.Node, Lookup, tuple[int, int] | None]]]:
+def _find_places(program: Program) -> dict[str, list[tuple[Lookup, tuple[int, int] | None]]]:
     """Return the losses that read each input, each with the result of `_place`."""
-    found: dict[str, list[tuple[fx.Node, Lookup, tuple[int, int] | None]]] = {}
-    for stage in program.stages:
-        for node in stage.graph.nodes:
-            loss = read_loss(node)
-            if loss is None or loss.ignored is None or loss.numbers.meta["val"].is_floating_point():
-                continue  # a mean over probabilities ignores no row
-            for name, source in find_sources(loss.numbers):
-                counts = loss.mean and not loss.weighted
-                place = _place(source, loss.numbers, loss.ignored) if counts else None
-                found.setdefault(name, []).append((node, loss, place))
+    found: dict[str, list[tuple[Lookup, tuple[int, int] | None]]] = {}
+    for loss in find_lookups(program):
+        if loss.ignored is None or loss.numbers.meta["val"].is_floating_point():
+            continue  # a mean over probabilities ignores no row
+        for name, source in find_sources(loss.numbers):
+            counts = loss.mean and not loss.weighted
+            place = _place(source, loss.numbers, loss.ignored) if counts else None
+            found.setdefault(name, []).append((loss, place))
     return found
 
 
@@ -135,7 +134,8 @@ def read_loss(node: fx.Node) -> Lookup | None:
     rows, ignored = args[2] if ours else shape_of(args[0])[:2][-1], argument(node, 4, "ignore_index", -100)
     mean = argument(node, 5 if ours else 3, "reduction", "mean" if ours else 1) in ("mean", 1)
     weighted = (node.kwargs.get("weight") if ours else argument(node, 2, "weight")) is not None
-    return Lookup(args[0], args[1], rows, ignored, mean, weighted) if isinstance(args[1], fx.Node) else None
+    known = args[0], args[1], rows, ignored, mean, weighted
+    return Lookup(node, *known) if isinstance(args[1], fx.Node) else None
 
 
 def find_sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:
@@ -185,7 +185,7 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
     """
     # Labels that reach a mean cross-entropy changed or weighted.
     read = _find_places(program).items()
-    changed = (name for name, by in read if any(loss.mean and place is None for _, loss, place in by))
+    changed = (name for name, by in read if any(loss.mean and place is None for loss, place in by))
     if uncounted := tuple(dict.fromkeys((*changed, *find_counts(divided)))):
         yield (
             f"{' and '.join(uncounted)} {'reach' if len(uncounted) > 1 else 'reaches'} the loss changed, with class "
@@ -239,7 +239,6 @@ def is_sum(program: Program) -> bool:
     """Return whether the loss is known to grow with the microbatch: it sums over it, and nothing may divide the sum."""
     (stage,), symbols = program.stages, program.symbols
     trained = find_trained(stage)
-    assert symbols is not None
 
     @cache
     def has_batch(node: fx.Node) -> bool:
