@@ -88,8 +88,7 @@ def write_index(node: fx.Node, names: Names) -> str:
     value, index = node.args
     items = index if isinstance(index, tuple) and index else (index,)
     inner = ", ".join(_index(item, names) for item in items)
-    if isinstance(index, tuple) and len(index) == 1:
-        inner += ","
+    inner += "," * (isinstance(index, tuple) and len(index) == 1)
     return f"{write_value(value, names)}[{inner}]"
 
 

@@ -77,7 +77,8 @@ def write_calls(
         parts = _parts_taken(node, nodes, position + 1)
         position += 1 + len(parts)
         target = ", ".join(names[part] for part in parts or [node])
-        shape, note = _explain(node, tensor)
+        note = "partial" if info(node).is_partial else write_communication(node, tensor)
+        shape = "" if note and node.target in _SHAPE_KEPT else write_value_shape(node, tensor)
         if node in repeated and note.startswith("all-reduce"):
             note += ", and again"
         if is_index(node):
@@ -108,15 +109,6 @@ def align(rows: Sequence[tuple[str, str]]) -> list[str]:
     """Write lines of code, each with its comment, all comments at one column."""
     column = min(COMMENT_COLUMN, *(WIDTH - len(comment) for _, comment in rows))
     return [beside(code, comment, column) for code, comment in rows]
-
-
-def _explain(node: fx.Node, tensor: int) -> tuple[str, str]:
-    """Write the shape of a call's value, and a note: a partial sum, or what the call sends."""
-    if info(node).is_partial:
-        return write_value_shape(node, tensor), "partial"
-    sent = write_communication(node, tensor)
-    shaped = node.target not in _SHAPE_KEPT or not sent
-    return write_value_shape(node, tensor) if shaped else "", sent
 
 
 def _take_apart(arg: str) -> list[str]:
