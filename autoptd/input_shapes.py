@@ -12,7 +12,7 @@ from autoptd.capture.results import LossFunction
 from autoptd.check.program import ProgramError
 from autoptd.passes.ir.nodes import is_lifted
 from autoptd.passes.ir.program import Program, copy_graph
-from autoptd.runtime.program.manifest import Input, Manifest
+from autoptd.runtime.program.manifest import Manifest
 
 # Fields of the manifest that are equal for all shapes, besides inputs and parameters.
 COMMON = (
@@ -99,12 +99,9 @@ def guess_batch(program: Program, first: Program) -> Program:
 def keep_whole(program: Program, first: Program) -> Program:
     """Keep inputs whole that are whole in `first`, if microbatches of one sequence make them look divided."""
     whole = {value.name for value in first.inputs if value.batch_dim is None}
-
-    def place(value: Input) -> Input:
-        single = value.batch_dim is not None and value.shape[value.batch_dim] == 1
-        return replace(value, batch_dim=None) if single and value.name in whole else value
-
-    return replace(program, inputs=tuple(map(place, program.inputs)))
+    single = {i.name for i in program.inputs if i.batch_dim is not None and i.shape[i.batch_dim] == 1}
+    inputs = (replace(i, batch_dim=None) if i.name in whole & single else i for i in program.inputs)
+    return replace(program, inputs=tuple(inputs))
 
 
 def rename_own(program: Program, number: int) -> Program:

@@ -367,8 +367,7 @@ def test_a_marked_gradient_must_be_partial(program: CompiledProgram) -> None:
         ),
         (
             "sbh",
-            "h.0.attn.c_attn (gpt.py:N) takes rows 0 to 15 along dimension 0 of "
-            "h0_attn_c_attn_weight",
+            "h.0.attn.c_attn (gpt.py:N) takes rows 0 to 15 along dimension 0 of h0_attn_c_attn_weight",
         ),
     ],
 )
@@ -487,8 +486,7 @@ def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
     narrow = (replace(sent, dtype=torch.bfloat16),)
     half = with_stage(with_stage(manifest, 0, sends=narrow), 1, receives=narrow)
     assert refusal(program, manifest=half) == (
-        "stage 0: h.0 (gpt.py:N) is float32[16, 2, 32]; stage 1 takes h0_add_1 as bfloat16[16, "
-        "2, 32]"
+        "stage 0: h.0 (gpt.py:N) is float32[16, 2, 32]; stage 1 takes h0_add_1 as bfloat16[16, 2, 32]"
     )
     received = with_stage(manifest, 1, receives=(replace(sent, placement=Placement(tensor=Shard(0))),))
     assert refusal(program, manifest=received) == (
