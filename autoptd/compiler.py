@@ -96,7 +96,6 @@ def compile(
     """
     end_with_launcher()  # compiling takes its time, and comes before bind
     options.check_known(compile, unknown)
-    model = read_quantized(model)
     options.check_seed(seed)
     needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
     options.check_planned(mesh, needed, num_microbatches)
@@ -135,7 +134,7 @@ def _compile(
     input_shapes.check_examples(model, examples, job["loss_fn"], microbatch_size)
     job["cluster"] = None if job["cluster"] is None else Cluster.load(job["cluster"])
     with show_progress("compile") as say:
-        settled = _Job(model, known, chosen, say, **job)
+        settled = _Job(read_quantized(model), known, chosen, say, **job)
         divided = settled.divide(examples[0], microbatch_size)
         collect_garbage()
         with leave_autocast():
@@ -227,10 +226,8 @@ class _Job:
         title = write_title(type(self.model).__name__, parameters)
         flops = [sum(forward_work(node).flops for node in stage.graph.nodes) for stage in program.stages]
         # A long pipeline's schedule is large, so it is not kept: the check reads it from the texts.
-        chunks, m = manifest.num_model_chunks, self.num_microbatches
-        schedule = make_schedule(self.schedule, self.mesh.pipeline, m, chunks)
-        texts = emit_texts(program, manifest, schedule, title=title, flops=flops)
-        del schedule
+        order = self.schedule, self.mesh.pipeline, self.num_microbatches, manifest.num_model_chunks
+        texts = emit_texts(program, manifest, make_schedule(*order), title=title, flops=flops)
         known = program.buffers, title, self.model, self.loss_fn, program.symbols, self.options
         result = CompiledProgram(program.stages, program.log, texts, manifest, *known)
         if uncovered := result.check():
