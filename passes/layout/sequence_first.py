@@ -78,29 +78,21 @@ def _run(writer: LayoutWriter, source: fx.Graph) -> fx.Graph:
         elif node.op == "call_function":
             _rewrite(writer, node)
         else:
-            _enter(writer, node)
+            new = writer.graph.node_copy(node)
+            new.meta = dict(node.meta)
+            writer.find_value(new)
+            if node in writer.transposed:
+                writer.made["user", node] = new
+            else:
+                writer.values[node] = new
     return writer.graph
-
-
-def _enter(writer: LayoutWriter, node: fx.Node) -> None:
-    """Take over an input or a parameter."""
-    new = writer.graph.node_copy(node)
-    new.meta = dict(node.meta)
-    writer.find_value(new)
-    if node in writer.transposed:
-        writer.made["user", node] = new
-    else:
-        writer.values[node] = new
 
 
 def _rewrite(writer: LayoutWriter, node: fx.Node) -> None:
     rule = rules_of(node).order
-    written = rule(writer, node) if rule is not None else None
-    if written is None:
-        written = writer.undo(node, node.args), False
-    new, transposed = written
-    writer.values[node] = new
+    written = rule(writer, node) if rule else None
+    writer.values[node], transposed = written or (writer.undo(node, node.args), False)
     if transposed:
         writer.transposed.add(node)
-    for order, val in zip(writer.orders(node), results_of(new), strict=True):
+    for order, val in zip(writer.orders(node), results_of(writer.values[node]), strict=True):
         assert order.arranged == list(val.shape), f"{node}: {order} is not {list(val.shape)}"

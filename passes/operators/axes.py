@@ -9,9 +9,10 @@ MLP width, vocabulary, batch. A *blocked* leaf may not be divided over the tenso
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count, pairwise, zip_longest
+from itertools import accumulate, count, groupby, pairwise, zip_longest
 from math import prod
 
 
@@ -201,15 +202,10 @@ def _segment_sum(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
             return None
         pieces += inside
         start += part.size
-    groups: list[list[Axis]] = [[]]
-    position = 0
-    for piece in pieces:
-        if position in bounds:
-            groups.append([])
-        groups[-1].append(piece)
-        position += piece.size
     axis.parts = tuple(pieces)
-    return [g[0] if len(g) == 1 else Axis(sum(p.size for p in g), "sum", tuple(g)) for g in groups]
+    ends = accumulate(piece.size for piece in pieces)
+    groups = [tuple(group) for _, group in groupby(pieces, lambda _: bisect_left(bounds, next(ends)))]
+    return [g[0] if len(g) == 1 else Axis(sum(p.size for p in g), "sum", g) for g in groups]
 
 
 def unify(a: Axis, b: Axis) -> None:

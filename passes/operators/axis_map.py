@@ -86,38 +86,31 @@ class AxisMap:
 
         Grouped queries: where a later tensor has fewer heads, the heads are [its heads, group].
         """
-        result = list(leading[0][1])
-        for position, (tensor, own) in enumerate(leading[1:], 1):
-            for back in range(1, len(own) + 1):
-                axis = ax.find(own[-back])
-                if axis.size == 1:
-                    result[:0] = [axis] * (back > len(result))
-                    continue
-                is_heads = back == 1 and len(own) >= 2
+        first, *others = leading
+        missing = max(len(own) for _, own in leading) - len(first[1])
+        result = [*(ax.Axis(1) for _ in range(missing)), *first[1]]
+        for position, (tensor, own) in enumerate(others, 1):
+            for back, axis in enumerate(reversed(own), 1):
+                is_heads = back == 1 and len(own) >= 2 and axis.size > 1
                 if is_heads and node in self.replicated_kv and position <= 2 and tensor in self.learned:
                     ax.block(axis, "the key and value heads are replicated")
                     self.kv_heads[node, tensor] = len(own) - 1
-                elif back > len(result):
-                    result.insert(0, axis)
                 else:
-                    self._tie(node, result, -back, axis)
+                    self.tie(node, result, -back, axis)
         if result:
             self.heads.append((node, result[-1]))
         return tuple(result)
 
-    def _tie(self, node: fx.Node, result: list[ax.Axis], at: int, axis: ax.Axis) -> None:
-        mine = ax.find(result[at])
-        if mine.size == 1:
+    def tie(self, node: fx.Node, result: list[ax.Axis], at: int, axis: ax.Axis) -> None:
+        """Make `axis` and that of the `result` one, or spread one of size 1; a smaller axis is the outer factor."""
+        mine, axis = ax.find(result[at]), ax.find(axis)
+        if not ax.vanishes(axis) and (ax.vanishes(mine) or mine.size == 1 != axis.size):
             result[at] = axis
-        elif mine.size == axis.size:
+        elif mine.size != axis.size != 1:
+            outer, _ = regroup(node, [mine], (axis.size, mine.size // axis.size), "groups it")
+            ax.unify(outer, axis)
+        elif axis.size != 1:
             ax.unify(mine, axis)
-        else:
-            pair = ax.regroup([mine], [axis.size, mine.size // axis.size])
-            if pair is None:
-                ax.block(mine, f"{called(node)} groups it")
-                ax.block(axis, f"{called(node)} groups it")
-            else:
-                ax.unify(pair[0], axis)
 
 
 def broadcast(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
@@ -125,11 +118,7 @@ def broadcast(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     result = [ax.Axis(1)] * len(shape_of(node))
     for source in (source for source in node.all_input_nodes if source in axis_map.axes):
         for back, axis in enumerate(reversed(axis_map.of(source)), 1):
-            mine = result[-back]
-            if not ax.vanishes(axis) and (ax.vanishes(mine) or mine.size == 1 != axis.size):
-                result[-back] = axis
-            elif axis.size != 1:
-                ax.unify(mine, axis)
+            axis_map.tie(node, result, -back, axis)
     return tuple(result)
 
 
@@ -140,3 +129,13 @@ def opaque(axis_map: AxisMap, node: fx.Node) -> Any:
         ax.block(axis, reason)
     axes = (tuple(ax.Axis(size, blocked=reason) for size in value.shape) for value in results_of(node))
     return as_results(node, axes)
+
+
+def regroup(node: fx.Node, source: Sequence[ax.Axis], sizes: Sequence[int], does: str) -> ax.Axes:
+    """Regroup factors; an axis that cannot be regrouped is blocked, for what the call `does`."""
+    grouped = ax.regroup(source, sizes)
+    if grouped is not None:
+        return tuple(grouped)
+    for axis in source:
+        ax.block(axis, f"{called(node)} {does}")
+    return tuple(ax.Axis(size, blocked=f"{called(node)} makes it") for size in sizes)

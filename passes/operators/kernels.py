@@ -12,13 +12,13 @@ from autoptd.passes.ir.products import MatrixProduct, bound_arguments, read_prod
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import products, proof
 from autoptd.passes.operators.attention import keyed_local
-from autoptd.passes.operators.axis_map import AxisMap, broadcast
+from autoptd.passes.operators.axis_map import AxisMap, broadcast, regroup
 from autoptd.passes.operators.gemms import find_gradients, multiply
 from autoptd.passes.operators.pointwise import elementwise_order
 from autoptd.passes.operators.quantities import Product, Value, Work, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed
-from autoptd.passes.operators.views import regroup_axes, view_backward
+from autoptd.passes.operators.views import view_backward
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Partial, Replicate, Segment, Shard
 
@@ -30,7 +30,7 @@ def _split_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     *rows, outer = products.linear_axes(axis_map, node)
     ax.block(axis_map.contractions.pop(node), f"{called(node)} contracts it and adds a bias")
     count, *_, size = shape_of(node)
-    section, own = regroup_axes(node, [outer], (count, size), "takes it apart")
+    section, own = regroup(node, [outer], (count, size), "takes it apart")
     ax.block(section, f"{called(node)} takes it apart")
     return (section, *rows, own)
 

@@ -127,9 +127,7 @@ class LayoutWriter:
         return not order.transposed or merged == [order.merged] * len(merged)
 
     def value(self, node: Any) -> Any:
-        """Return the new graph's node for a value; a number, or None, as it is."""
-        if not isinstance(node, fx.Node):
-            return node
+        """Return the new graph's node for a value."""
         if node not in self.values:  # token numbers, when they are first read
             source = self.made["user", node]
             self.values[node] = self.add(aten.transpose.int, (source, 0, 1), f"{node.name}_sb")
@@ -141,10 +139,9 @@ class LayoutWriter:
             return self.value(node)
         key = ("user", node)
         if key not in self.made:
-            order, name = self.order(node), f"{node.name}_bs"
-            (at, merged), (batch, sequence) = order.pair or (0, False), order.rows
-            rows = (sequence, batch) if merged else None
-            self.made[key] = self._exchange(self.value(node), order.arranged, at, rows, name)
+            order = self.order(node)
+            (at, _), rows = order.pair or (0, False), order.rows[::-1] if order.merged else None
+            self.made[key] = self._exchange(self.value(node), at, rows, f"{node.name}_bs")
         return self.made[key]
 
     def spread(self, node: fx.Node) -> DimOrder:
@@ -170,7 +167,7 @@ class LayoutWriter:
             if at < 0:
                 self.made[key] = self.add(aten.unsqueeze.default, (source, 1), name)
             else:
-                self.made[key] = self._exchange(source, shape, at, out.rows if merged else None, name)
+                self.made[key] = self._exchange(source, at, out.rows if merged else None, name)
         return self.made[key]
 
     # What rules write
@@ -222,10 +219,9 @@ class LayoutWriter:
             return self.add(aten.transpose.int, (value, *changed), name)
         return self.add(aten.permute.default, (value, list(order)), name)
 
-    def _exchange(
-        self, value: fx.Node, shape: Sequence[int], at: int, rows: tuple[int, int] | None, name: str
-    ) -> fx.Node:
-        """`value`, of `shape`, with dimensions `at` and the next exchanged, or the two that `at` merges (`rows`)."""
+    def _exchange(self, value: fx.Node, at: int, rows: tuple[int, int] | None, name: str) -> fx.Node:
+        """`value` with dimensions `at` and the next exchanged, or the two that `at` merges (`rows`)."""
+        shape = list(value.meta["val"].shape)
         if rows is None:
             return self.permute(value, _swapped(len(shape), at), name)
         at %= len(shape)

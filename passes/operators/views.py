@@ -13,7 +13,7 @@ from autoptd.passes.ir.strides import float_bytes, is_view
 from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
-from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.axis_map import AxisMap, regroup
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, LocalRule, is_lone_sum
 from autoptd.passes.operators.quantities import Value, Work
@@ -24,19 +24,9 @@ from autoptd.runtime.program.placement import AxisPlacement
 # Axes
 
 
-def regroup_axes(node: fx.Node, source: Sequence[ax.Axis], sizes: Sequence[int], does: str) -> ax.Axes:
-    """Regroup factors; an axis that cannot be regrouped is blocked, for what the call `does`."""
-    grouped = ax.regroup(source, sizes)
-    if grouped is not None:
-        return tuple(grouped)
-    for axis in source:
-        ax.block(axis, f"{called(node)} {does}")
-    return tuple(ax.Axis(size, blocked=f"{called(node)} makes it") for size in sizes)
-
-
 def _reshape_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     shape = shape_of(node)
-    return regroup_axes(node, axis_map.of(node.args[0]), shape, f"regroups it as {list(shape)}")
+    return regroup(node, axis_map.of(node.args[0]), shape, f"regroups it as {list(shape)}")
 
 
 def mapped_axes(
@@ -124,8 +114,8 @@ def _reshape_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 def _permute_order(writer: LayoutWriter, node: fx.Node) -> Written:
     order, dims = writer.order(node.args[0]), [d for d in dim_map(node) if d is not None]
-    pair = writer.order(node).pair
-    out = replace(writer.order(node), transposed=pair is not None and (order.transposed or not pair[1]))
+    out = writer.order(node)
+    out = replace(out, transposed=out.pair is not None and (order.transposed or not out.pair[1]))
     permutation = [order.place(dims[d]) for d in out.permutation]
     return writer.permute(writer.value(node.args[0]), permutation, node.name), out.transposed
 
@@ -164,10 +154,9 @@ def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> W
     if order.transposed and named is not None:
         named = order.place(named) if isinstance(named, int) else [order.place(d) for d in dims]
     new = writer.write_along(writer.value(node.args[0]), dim_place(node), named)
-    halved = not order.merged and sum(map(order.holds, dims)) == 1
-    if halved and None in kept:
+    if None in kept and sum(map(order.holds, dims)) == 1:
         new = writer.permute(new, order.permutation, f"{node.name}_bs")
-    return new, order.transposed and not halved and writer.carries(node, order)
+    return new, order.transposed and writer.carries(node, order)
 
 
 def _pad_order(writer: LayoutWriter, node: fx.Node) -> Written:
