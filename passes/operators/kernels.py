@@ -53,7 +53,7 @@ def _quantized_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Relate [.., blocks * size] x [out, blocks, bytes] -> [.., out], with the scales [out, blocks] of whole blocks."""
     x, packed, absmax, table = (axis_map.of(given) for given in node.args[:4])
     sizes = packed[1].size, x[-1].size // packed[1].size
-    blocks, inner = regroup_axes(node, x[-1:], sizes, "takes it apart, into blocks of one scale")
+    blocks, inner = regroup(node, x[-1:], sizes, "takes it apart, into blocks of one scale")
     for axis in (inner, packed[2], *table):
         ax.block(axis, f"{called(node)} has one scale for a block of it")
     for one, other in ((blocks, packed[1]), *zip(packed, absmax, strict=False)):
