@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,8 @@ from autoptd.runtime.optimizer.zero1 import FlatShard, is_shaped, join_states, s
 from autoptd.runtime.program.tagged_json import encode_value
 
 States = dict[str, dict[str, Any]]  # by the parameter's name, then the state's
+_Stepped = tuple[tuple[str, ...], Tensor, FlatShard | None]  # one parameter, or a shard of several, by names
 _OWN_KEYS = ("params", "param_names", MARK)  # keys of a group that differ between ranks
-
-
-class _Stepped(NamedTuple):
-    """A tensor that an optimizer steps: one parameter, or a `shard` of several."""
-
-    names: tuple[str, ...]
-    tensor: Tensor
-    shard: FlatShard | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class NamedOptimizer:
         """Return the parameter groups. TypeError for hyperparameters that JSON cannot hold."""
         groups = []
         for group in self.optimizer.param_groups:
-            names = (name for stepped in self._list_stepped(group["params"]) for name in stepped.names)
+            names = (name for own, *_ in self._list_stepped(group["params"]) for name in own)
             options = {key: value for key, value in group.items() if key not in _OWN_KEYS}
             groups.append(StoredGroup(tuple(names), encode_value(options, "a group of the optimizer")))
         return tuple(groups)
@@ -60,13 +53,13 @@ class NamedOptimizer:
         tensor, on the rank that steps it.
         """
         states: States = {}
-        for stepped in self._list_stepped(self._parameters()):
-            own, name = self.optimizer.state.get(stepped.tensor, {}), stepped.names[0]
-            if (here := self.whole.get(name)) is False:
+        for names, tensor, shard in self._list_stepped(self._parameters()):
+            own = self.optimizer.state.get(tensor, {})
+            if (here := self.whole.get(names[0])) is False:
                 continue
             if here is None:
-                self._check_shapes(stepped, own)
-            states |= {name: dict(own)} if stepped.shard is None else split_states(stepped.shard, own)
+                self._check_shapes(names, tensor.shape, own)
+            states |= {names[0]: dict(own)} if shard is None else split_states(shard, own)
         return states
 
     def describe(self, states: States) -> StoredOptimizer:
@@ -115,8 +108,8 @@ class NamedOptimizer:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _list_stepped(self, parameters: Iterable[Tensor]) -> Iterator[_Stepped]:
-        known = {id(tensor): _Stepped((name,), tensor, None) for name, tensor in self.names.items()}
-        known |= {id(shard.own): _Stepped(shard.names, shard.own, shard) for shard in self.shards}
+        known: dict[int, _Stepped] = {id(x): ((name,), x, None) for name, x in self.names.items()}
+        known |= {id(shard.own): (shard.names, shard.own, shard) for shard in self.shards}
         for parameter in parameters:
             if id(parameter) not in known:
                 raise CheckpointError(
@@ -125,12 +118,12 @@ class NamedOptimizer:
                 )
             yield known[id(parameter)]
 
-    def _check_shapes(self, stepped: _Stepped, state: Mapping[str, Any]) -> None:
+    def _check_shapes(self, names: Sequence[str], shape: torch.Size, state: Mapping[str, Any]) -> None:
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != stepped.tensor.shape:
+            if isinstance(value, Tensor) and value.dim() and value.shape != shape:
                 raise CheckpointError(
-                    f"the optimizer's state {key!r} of {', '.join(stepped.names[:3])} has shape {list(value.shape)}, "
-                    f"and the parameter {list(stepped.tensor.shape)}: checkpoints move between meshes, so they hold "
+                    f"the optimizer's state {key!r} of {', '.join(names[:3])} has shape {list(value.shape)}, "
+                    f"and the parameter {list(shape)}: checkpoints move between meshes, so they hold "
                     "only states that are divided as their parameters are, unless these are stepped whole: make the "
                     f"optimizer by parallel.whole_optimizer({self.kind}, ...), or leave optimizer= out"
                 )

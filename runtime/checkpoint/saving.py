@@ -4,6 +4,7 @@ import atexit
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -151,9 +152,8 @@ class Saving:
         with agreed(self._rank):
             self._whole = _make_record(training, data, keep)
             self._own, self._files = _collect(training, asynchronous)
-        self._written, self._given_up = threading.Event(), threading.Event()
-        self._write_error: Exception | None = None
-        self._commit_error: Exception | None = None
+        self._written, self._committed = Future[None](), Future[None]()
+        self._given_up = threading.Event()
         name = ""
         with agreed(self._rank):
             if self._rank.number == 0:
@@ -167,37 +167,29 @@ class Saving:
     def finish(self) -> None:
         """Wait for the commit. Every rank must call it; CheckpointError on all if one failed."""
         atexit.unregister(self._raise_at_exit)
-        self._written.wait()
         try:
-            self._raise_together(self._write_error)
+            with agreed(self._rank):
+                self._written.result()
         except BaseException:  # also if a peer is lost, whose file will not come
             self._given_up.set()
             raise
         finally:
             self._thread.join()
-        self._raise_together(self._commit_error)
-
-    def _raise_together(self, error: Exception | None) -> None:
         with agreed(self._rank):
-            if error is not None:
-                raise error
+            self._committed.result()
 
     def _work(self) -> None:
-        try:
-            self._write()
-        except Exception as error:
-            self._write_error = error
-        finally:
-            self._files = []  # frees the copies of an asynchronous save
-            self._written.set()
-        if self._rank.number == 0 and self._write_error is None:
+        for run, done in ((self._write, self._written), (self._commit, self._committed)):
             try:
-                self._commit()
+                run()
             except Exception as error:
-                self._commit_error = error
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+            self._files = []  # frees the copies of an asynchronous save
 
     def _raise_at_exit(self) -> None:
-        error = self._write_error or self._commit_error
+        error = self._written.exception() or self._committed.exception()
         if error is not None:
             raise CheckpointError(f"{self.path} was not saved: {error}") from error
 
@@ -211,6 +203,8 @@ class Saving:
         files.write_file(path, write_record(replace(self._own, files=tuple(written)), path))
 
     def _commit(self) -> None:
+        if self._rank.number or self._written.exception():
+            return
         paths = [files.rank_file(self.path, rank) for rank in range(self._manifest.mesh.size)]
         for path in paths:
             self._await(path)
