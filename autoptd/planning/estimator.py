@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,14 +43,6 @@ DEFAULTS = Options()
 ROUNDING = 1e-12  # of a sum of times
 WALKED = 2048  # forwards of a step that is simulated whole
 Divided = tuple[Manifest, Sequence[StageTimes]]  # for timing alone, into stages
-
-
-class Walk(NamedTuple):
-    """The seconds of a schedule; of the rank that decides longer ones, the busy seconds and those per microbatch."""
-
-    seconds: float
-    busy: float
-    work: float
 
 
 @dataclass(frozen=True)
@@ -118,10 +110,8 @@ class Estimator:
         if key not in self._rows:
             try:
                 self._rows[key] = self._measure(*key)
-            except IndivisibleError:
-                raise  # a layer says so for all
-            except ValueError:
-                if not self._short[1]:
+            except ValueError as error:
+                if isinstance(error, IndivisibleError) or not self._short[1]:  # of a layer: so for all
                     raise
                 self._short = self._model, 0  # the whole says whether it is the model that is wrong
                 self._programs.clear()
@@ -139,14 +129,14 @@ class Estimator:
         p, m = candidate.pipeline, candidate.num_microbatches
         shares = self._shares(candidate)
         walks = [self._walk(candidate, count) for count, _ in shares]
-        line = sum(share * walk.seconds for (_, share), walk in zip(shares, walks, strict=True))
+        line = sum(share * walk[0] for (_, share), walk in zip(shares, walks, strict=True))
         count, (seconds, busy, work) = shares[0][0], walks[0]
         if busy + (m - count) * work <= line * (1 + ROUNDING):
             return line
         # A rank that is idle in short steps decides this one, from where its work has taken up what it was idle.
         slope = (line - seconds) / (m - count)
         turn = min(m, count + p * math.ceil((seconds - busy) / (work - slope) / p))
-        return self._walk(candidate, turn).seconds + (m - turn) * work
+        return self._walk(candidate, turn)[0] + (m - turn) * work
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Estimate a step and its parts; raise ValueError for an impossible candidate."""
@@ -196,7 +186,8 @@ class Estimator:
         more = (m - count) / p
         return (count, 1 + more), (count - p, -more)
 
-    def _walk(self, candidate: Candidate, microbatches: int) -> Walk:
+    def _walk(self, candidate: Candidate, microbatches: int) -> tuple[float, float, float]:
+        """Return the seconds of a schedule; of the rank that decides longer ones, those busy, and per microbatch."""
         _, (_, times) = self._divide_stages(candidate)
         p, more = candidate.pipeline, candidate.num_microbatches - microbatches
         _, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
@@ -210,10 +201,10 @@ class Estimator:
                 last[rank] = end
         seconds = max(last.values())
         ranks = (
-            Walk(seconds, seconds - max(0.0, last[rank] - first[rank] - work * microbatches), work)
+            (seconds - max(0.0, last[rank] - first[rank] - work * microbatches), work)
             for rank, work in enumerate(rank_seconds(taken, p))
         )
-        return max(ranks, key=lambda walk: walk.busy + more * walk.work)
+        return seconds, *max(ranks, key=lambda rank: rank[0] + more * rank[1])
 
     def _divide_stages(self, candidate: Candidate) -> tuple[LayerCosts, Divided]:
         row = self.measure(*candidate.key)

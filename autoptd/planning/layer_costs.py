@@ -51,7 +51,6 @@ class LayerCosts:
         self._more = np.pad(self._penalty[self._source], ((0, 1), (0, 0), (0, 0)))
         self._names, self.parameters = self._name_parameters(first, behind)
         self._items: dict[bool, ItemTimes] = {}
-        self._cuts: dict[tuple[int, int, bool, tuple[str, int] | None], Sequence[int]] = {}
 
     def _measure(self, fused_order: FusedOrder) -> np.ndarray:
         """Measure each item and the calls without parameters after it: bytes kept, FLOPs, bytes held by its backward.
@@ -148,17 +147,11 @@ class LayerCosts:
         With `search`, a schedule and its number of microbatches, return the cut with the shortest step. Raises
         ValueError for more stages than `units`.
         """
-        times = self._item_times(mesh)
-        key = mesh.pipeline, chunks, times is self._items.get(True), search
-        if key not in self._cuts:
-            if search is None:
-                size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
-                cut = cut_sequence(times.costs, times.boundary_costs, **size, effort=0.0)
-            else:
-                schedule, count = search
-                cut = choose_cut(Pipeline(times, schedule, mesh.pipeline, count, chunks), None).cut
-            self._cuts[key] = cut.positions
-        return self._cuts[key]
+        if search is None:
+            return self.fit(mesh, chunks).positions
+        schedule, count = search
+        pipeline = Pipeline(self._item_times(mesh), schedule, mesh.pipeline, count, chunks)
+        return choose_cut(pipeline, None).cut.positions
 
     def memory(
         self, in_flight: Sequence[Sequence[int]], states: States, reserved: Sequence[int], limit: int
@@ -170,8 +163,8 @@ class LayerCosts:
         activation = np.ceil(self._amounts[self._source, 0]).astype(int).tolist()
         return Memory(static, activation, in_flight, reserved, limit)
 
-    def fit(self, mesh: Mesh, chunks: int, memory: Memory) -> Found:
-        """Return the cut into stages that fit in `memory`."""
+    def fit(self, mesh: Mesh, chunks: int, memory: Memory | None = None) -> Found:
+        """Return the cut with the fastest slowest stage, of stages that fit in `memory`."""
         times = self._item_times(mesh)
         size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
         cut = cut_sequence(times.costs, times.boundary_costs, memory, **size, effort=0.0)
