@@ -13,14 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autoptd.calibration import kernel_timing
-from autoptd.calibration.kernel_timing import (
-    DIVIDED,
-    Timer,
-    block_step,
-    compile_block,
-    main_dtype,
-    plain_step,
-)
+from autoptd.calibration.kernel_timing import DIVIDED, Timer, block_step, compile_block, plain_step
 from autoptd.runtime.comm.groups import ProcessGroup
 from autoptd.runtime.comm.point_to_point import process_channels
 from autoptd.runtime.program.mesh import Mesh
@@ -57,7 +50,7 @@ def time_messages(timer: Timer) -> Iterator[tuple[str, Any]]:
         yield "sent", [size, time_together(timer, exchange)]
     if cuda:
         return
-    parallel = compile_block(DIVIDED, main_dtype(timer.device), tensor=PAIR).bind(timer.device)
+    parallel = compile_block(DIVIDED, kernel_timing.main_dtype(timer.device), tensor=PAIR).bind(timer.device)
     steps = (plain_step(timer.device), block_step(parallel, DIVIDED, timer.device))
     counts = [count_calls(timer, step, 4) for step in steps]
     for _ in range(ROUNDS):

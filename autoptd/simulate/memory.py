@@ -76,12 +76,12 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
     return Owned(elements, fixed, trained, partial, tied, after)
 
 
-def count_outputs(manifest: Manifest, rank: int) -> int:
-    """Return the bytes of what a call returns besides the loss that a pipeline rank makes, of all microbatches."""
+def count_outputs(manifest: Manifest, rank: int) -> dict[str, int]:
+    """Return the bytes of what a call returns besides the loss that a pipeline rank makes, if any, as "outputs"."""
     p, axes = manifest.mesh.pipeline, manifest.mesh.axes
     made = [result for stage in manifest.stages[rank::p] for result in stage.outputs]
     sizes = (prod(r.placement.local_shape(r.shape, axes)) * r.dtype.itemsize for r in made)
-    return manifest.num_microbatches * sum(sizes)
+    return {"outputs": manifest.num_microbatches * total} if (total := sum(sizes)) else {}
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,10 @@ def list_static(
     manifest: Manifest, schedule: Schedule, sizes: Sequence[float], owned: Sequence[Owned], states: States
 ) -> list[dict[str, float]]:
     """Return the bytes that each pipeline rank holds throughout a step: states, slots of these `sizes`, outputs."""
-    slots = add_up_slots(schedule, sizes)
-    static = [states.held(own) | {"slots": size} for own, size in zip(owned, slots, strict=True)]
-    for rank, held in enumerate(static):
-        if made := count_outputs(manifest, rank):
-            held["outputs"] = made
-    return static
+    slots = enumerate(add_up_slots(schedule, sizes))
+    return [
+        states.held(owned[rank]) | {"slots": size} | count_outputs(manifest, rank) for rank, size in slots
+    ]
 
 
 def trace_memory(

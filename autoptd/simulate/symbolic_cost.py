@@ -2,9 +2,8 @@
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from functools import cache, cached_property
 from math import prod
 from typing import Any
@@ -74,7 +73,6 @@ class Cost:
         self._bills = [_Bill(stage, mesh, works, named, symbols) for stage in stages]
         self.stages = tuple(_total(bill.lines) for bill in self._bills)
         self.layers: dict[sympy.Symbol, Amounts] = {}
-        self._functions: dict[sympy.Expr, tuple[Callable[..., int], ...]] = {}
         self._find_layers()
 
     def _find_layers(self) -> None:
@@ -132,13 +130,10 @@ class Cost:
                 known = ", ".join(sorted(map(str, self.values)))
                 raise ValueError(f"{name!r} is no symbol of this program's cost: expected one of {known}")
         check_counts(**sizes)
-        values = {**self.values, **{symbol(name): size for name, size in sizes.items()}}
-        if expression not in self._functions:
-            halves = sympy.fraction(sympy.together(expression))  # whole numbers: nothing is rounded
-            self._functions[expression] = tuple(sympy.lambdify(tuple(self.values), half) for half in halves)
-        above, below = (function(*values.values()) for function in self._functions[expression])
-        found = Fraction(above, below)
-        return int(found) if found.denominator == 1 else float(found)
+        own = {symbol(name): size for name, size in sizes.items()}
+        values = {name: sympy.Integer(size) for name, size in (self.values | own).items()}
+        found = sympy.Rational(sympy.sympify(expression).xreplace(values))  # exact: nothing is rounded before
+        return int(found) if found.is_Integer else found.p / found.q
 
     def __str__(self) -> str:
         """One table, for people."""

@@ -111,12 +111,7 @@ def verify_program(
         notes=(*plain.notes, *_notes(program, manifest, casts, anew)),
         bounds={} if precise else _find_bounds(program, plain, tensors, seed, run_alone),
     )
-    # Sums of values in fewer bits are never the same, so that only float64 has a line.
-    return (
-        replace(report, fault=_find_fault(report, program, manifest, run_alone, run_divided))
-        if precise
-        else report
-    )
+    return replace(report, fault=_find_fault(report, program, manifest, run_alone, run_divided))
 
 
 def _find_bounds(
@@ -146,7 +141,12 @@ def _find_bounds(
 def _find_fault(
     report: Report, program: Program, manifest: Manifest, alone: partial[Any], divided: partial[Any]
 ) -> str:
-    """Say where the first wrong value is made, if there is one: both run again, and their values are kept."""
+    """Say where the first wrong value is made, if there is one: both run again, and their values are kept.
+
+    Sums of values in fewer bits are never the same, so that only float64 has a line.
+    """
+    if report.bounds:
+        return ""
     if LOSS not in report.wrong:
         return find_first_right(program, report.wrong)
     with Values() as reference:
