@@ -236,11 +236,7 @@ class Parser(argparse.ArgumentParser):
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "model": {"help": "module:callable, e.g. samples.gpt:make_model; made on the meta device"},
     "program": {"type": Path, "help": "a saved program's folder; loading runs the code in its texts"},
-    "--mesh": {
-        "type": _read_mesh,
-        "metavar": "T,P,D",
-        "help": 'tensor,pipeline,data, or "auto": the best plan\'s',
-    },
+    "--mesh": {"type": _read_mesh, "metavar": "T,P,D", "help": 'tensor,pipeline,data, or "auto": the best'},
     "--world-size": {"type": int, "help": "devices"},
     "--global-batch": {"type": int, "help": "sequences in a step, of all replicas"},
     "--cluster": {"help": "a shipped name, e.g. dgx-a100, or a .toml file"},

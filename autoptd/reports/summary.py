@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from textwrap import wrap
 
 from autoptd.reports.overview import Overview, StageOverview
 from autoptd.runtime.program.mesh import Mesh
@@ -23,7 +24,7 @@ def summarize(program: Overview) -> str:
     lines = [*headline(program), "", *_table(program.stages), "", *describe_all(program)]
     if program.log:
         lines += ["", "passes", *(f"  {entry}" for entry in program.log)]
-    return "\n".join(line.rstrip() for long in lines for line in _wrap(long))
+    return "\n".join(line for long in lines for line in _wrap(long))
 
 
 def headline(program: Overview) -> Iterator[str]:
@@ -137,12 +138,7 @@ def describe_sums(program: Overview) -> Iterator[str]:
         )
 
 
-def _wrap(line: str) -> Iterator[str]:
+def _wrap(line: str) -> list[str]:
     """Break a line between words into pieces of at most `WIDTH`, all but the first indented."""
-    while len(line) > WIDTH:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        cut = line.rfind(" ", len(indent) + 1, WIDTH + 1)
-        cut = cut if cut > 0 else WIDTH
-        yield line[:cut]
-        line = indent + line[cut:].lstrip()
-    yield line
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]

@@ -15,7 +15,7 @@ from autoptd.passes.cost.durations import Durations, Precision, Seconds
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.nodes import info, shaping_arguments
+from autoptd.passes.ir.nodes import info, results_of, shaping_arguments
 from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest
@@ -135,9 +135,8 @@ def _sign(stage: Stage) -> object:
     groups = {node: index for index, group in enumerate(recomputed_groups(stage.graph)) for node in group}
     rows = []
     for node in stage.graph.nodes:
-        value = node.meta.get("val")
-        tensors = value if isinstance(value, (tuple, list)) else (value,)
-        shapes = tuple((v.shape, v.stride(), v.dtype) for v in tensors if isinstance(v, torch.Tensor))
+        values = results_of(node) if node.op != "output" else ()
+        shapes = tuple((v.shape, v.stride(), v.dtype) for v in values if isinstance(v, torch.Tensor))
         own = stage.parameters[str(node.target)].requires_grad if node.op == "get_attr" else node.target
         role = (info(node).role, info(node).requires_grad)
         arguments = repr(fx.map_arg((shaping_arguments(node), node.kwargs), place.__getitem__))

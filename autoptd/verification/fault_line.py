@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves  # private, with no public twin
 
 from autoptd.passes.ir.nodes import info
-from autoptd.passes.ir.program import Program
+from autoptd.passes.ir.program import Program, split_results
 
 ROUNDING = 1e-9  # relative, of sums in another order
 SHOWN = 3
@@ -68,8 +68,7 @@ def _find_followed(program: Program, right: Set[str]) -> set[fx.Node]:
     followed: set[fx.Node] = set()
     received: list[bool] = []  # of the stage after: what it takes is followed
     for stage in reversed(program.stages):
-        (results,) = stage.graph.output_node().args
-        sent = results if isinstance(results, (tuple, list)) else (results,)
+        sent, _ = split_results(stage.graph)
         followed.update(node for node, goes_on in zip(sent, received, strict=False) if goes_on)
         for node in reversed(stage.graph.nodes):
             if info(node).line in right or any(user in followed for user in node.users):
