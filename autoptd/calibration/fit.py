@@ -54,10 +54,11 @@ def calibrate(
     Args:
         seconds: about how long to measure; starting processes takes some more.
 
-    Raises ValueError for impossible numbers and an `output` that cannot be written, and RuntimeError with the output of
-    a process that failed.
+    ValueError for impossible numbers or an `output` that cannot be written; RuntimeError with a process's failure.
     """
-    cores = _own_cores()
+    cores = (
+        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    )
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     available = cuda or len(cores)
     number = available if devices is None else devices
@@ -178,12 +179,6 @@ def _solve(
 
 
 # This machine
-
-
-def _own_cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _describe_device(number: int, cuda: int) -> Device:

@@ -46,12 +46,11 @@ MICROBATCHES = 4
 WARM_UPS, LEAST_REPEATS = 2, 3
 
 
-class Timer:
+class Timer(NamedTuple):
     """Times calls on `device`, each kind for about `seconds`."""
 
-    def __init__(self, device: torch.device, seconds: float) -> None:
-        self.device = device
-        self.seconds = seconds
+    device: torch.device
+    seconds: float
 
     def time(self, call: Callable[[], object], parts: int = 1) -> float:
         """Return the median time of a call, repeated for one of `parts` of `seconds`, in blocks on a CUDA device."""

@@ -1,7 +1,6 @@
 """Time messages between two devices, a process each, and steps of a program that they divide; see `kernel_timing`.
 
-Here wall time counts, not only a core's: between ranks that compute, most of a small message's time passes until the
-other rank is woken.
+Here wall time counts, not a core's: between ranks that compute, a small message takes as long as to wake the other.
 """
 
 import time

@@ -106,8 +106,9 @@ def _simulate(args: argparse.Namespace) -> Outcome:
         simulation.save_trace(args.trace)
     if args.svg:
         simulation.save_svg(args.svg)
-    found = _describe_simulation(simulation)
-    return Outcome(found, lambda console: tables.print_simulation(console, simulation))
+    return Outcome(
+        _describe_simulation(simulation), lambda console: tables.print_simulation(console, simulation)
+    )
 
 
 def _verify(args: argparse.Namespace) -> Outcome:
@@ -167,9 +168,9 @@ def _calibrate(args: argparse.Namespace) -> Outcome:
 def _load(folder: Path) -> CompiledProgram:
     if not folder.is_dir():
         saved = [str(near.parent) for near in folder.parent.glob(f"*/{MANIFEST}")]
+        hint = suggest(str(folder), saved)
         raise ValueError(
-            f"there is no folder {folder}{suggest(str(folder), saved)}; expected a program saved by program.save or "
-            "autoptd compile"
+            f"there is no folder {folder}{hint}; expected one of program.save or autoptd compile"
         )
     return load(folder)
 

@@ -37,10 +37,8 @@ def make_model(name: str, device: str = "meta") -> nn.Module:
         try:
             inspect.signature(found).bind()
         except TypeError as error:
-            raise ValueError(
-                f"model {name!r} is called without arguments: {error}; name a function that takes none and returns "
-                "the model"
-            ) from None
+            way = "name a function that takes none and returns the model"
+            raise ValueError(f"model {name!r} is called without arguments: {error}; {way}") from None
         try:
             with torch.device(device):
                 found = found()

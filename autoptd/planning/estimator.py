@@ -176,8 +176,7 @@ class Estimator:
     def _shares(self, candidate: Candidate) -> Sequence[tuple[int, float]]:
         """Return counts of microbatches and the shares with which their steps add up to the step of m microbatches.
 
-        A long step's middle repeats itself every p microbatches: it is on the line through two short ones. Under
-        GPipe memory grows with m.
+        A long step repeats every p microbatches: it is on the line through two short ones, but GPipe's memory grows.
         """
         p, m, v = candidate.pipeline, candidate.num_microbatches, candidate.num_model_chunks
         count = 3 * p

@@ -91,8 +91,7 @@ def explain_program(
 ) -> Explanation:
     """See `CompiledProgram.explain`; the `simulation` is of `training`.
 
-    Without the `model` and its `options`, or where ranks have an order of their own, no change is estimated, which is
-    said.
+    Without the `model` and its `options`, or where ranks have their own order, it says that no change is estimated.
     """
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     computed = ([entry for entry in row if entry.action.kind.computes] for row in simulation.timeline)

@@ -88,8 +88,7 @@ def count_outputs(manifest: Manifest, rank: int) -> dict[str, int]:
 class States:
     """Bytes of gradients and of Adam's states in a `precision`.
 
-    `shards` replicas divide the optimizer's states (ZeRO-1); 0: none do. Gradients are at least float32 if `wide`, as
-    in our runtime.
+    `shards` replicas divide the optimizer's states (ZeRO-1); 0: none. Gradients are at least float32 if `wide`.
     """
 
     precision: Precision

@@ -37,9 +37,8 @@ def simulate_schedule(
     """Time one step of m microbatches on p pipeline ranks with v model chunks each.
 
     `forward_seconds` and `backward_seconds` are those of one whole pipeline rank, all v chunks of it, on one
-    microbatch; `transfer_seconds` is how long one message occupies its channel (an ordered pair of ranks),
-    while both ranks compute on. Times are exact inside and rounded once, at the end. ValueError for times or
-    a schedule that cannot be.
+    microbatch; `transfer_seconds` is how long one message occupies its channel (an ordered pair of ranks), while both
+    ranks compute on. Times are exact inside and rounded at the end. ValueError for impossible times or schedules.
     """
     check_counts(p=p, m=m, v=v)
     check_modes(schedule=name)

@@ -79,8 +79,7 @@ def time_stages(
 class CallWork:
     """The work and memory of a call, in the program's own dtype; `again`: recomputation repeats its forward.
 
-    `working` are the most bytes that its backward holds besides the `kept` ones: gradients, and tensors saved by a
-    recomputed group.
+    `working` are the most bytes that its backward holds besides: gradients, and tensors saved by a recomputed group.
     """
 
     forward: Work

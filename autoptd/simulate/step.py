@@ -80,8 +80,7 @@ class Training:
     `overlap`: sending does not hold up the sender, gradients are summed over the replicas while their stage's last
     backward and later ones run, and the tensor ranks sum a linear's gradient of its input while those of its weights
     are computed. `zero` 1: the replicas divide the optimizer's states among them. `wide_gradients`: the sums are at
-    least float32. All as in our runtime, but that it divides states only where it is asked to; Megatron-LM of 2021 did
-    none of them.
+    least float32. All as in our runtime, but that it divides states only where asked to; Megatron-LM of 2021 did none.
     """
 
     overlap: bool = True

@@ -21,8 +21,7 @@ class StepResult:
     """A step of one rank or of the plain model: loss, gradients, the number of promoted casts, notes on the loss.
 
     `norm` is that by which the whole gradient would be clipped. `outputs` has, by path, what else it returns: of a rank
-    for its replica, of the plain model for each. `tables` are tensors that forward put in the place of others, by the
-    address of these.
+    for its replica, of the plain model for each. `tables`: what forward put in the place of tensors, by their address.
     """
 
     loss: float

@@ -154,8 +154,7 @@ def _match_groups(
     if stored is None or stored.kind != kind:
         found = "no optimizer" if stored is None else f"the optimizer {stored.kind}"
         raise CheckpointError(
-            f"{place} has {found}, and {kind} is to be loaded: give an optimizer of the saved kind, or leave "
-            "optimizer= out"
+            f"{place} has {found}, and {kind} is to be loaded: give one of the saved kind, or leave optimizer= out"
         )
     home = {name: i for i, group in enumerate(stored.groups) for name in group.params}
     matched = []
@@ -253,10 +252,8 @@ def _check_cover(key: Key, pieces: Sequence[Piece], regions: Sequence[Region], f
                     )
                 view.fill_(True)
         if not seen.all():
-            raise CheckpointError(
-                f"{folder}: elements of {':'.join(key)} from {piece.region.offsets} on are missing: the checkpoint "
-                "is damaged"
-            )
+            missing = f"elements of {':'.join(key)} from {piece.region.offsets} on are missing"
+            raise CheckpointError(f"{folder}: {missing}: the checkpoint is damaged")
 
 
 def _decode(value: Any, place: str) -> Any:

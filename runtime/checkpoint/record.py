@@ -122,8 +122,7 @@ class StoredTensor:
 class Record:
     """The contents of checkpoint.json, for the whole checkpoint. `ranks` has the SHA-256 of each rank's JSON file.
 
-    `seed` and `call` determine dropout, `schedulers` has those of each pipeline rank, and `data` (tagged) is the
-    user's.
+    `seed` and `call` determine dropout, `schedulers` are each pipeline rank's, and `data` (tagged) is the user's.
     """
 
     number: int
@@ -155,14 +154,11 @@ def read_record(step: StepFolder) -> Record:
             f"{path} belongs to commit {record.number}, and COMMIT to {step.number}: files of two checkpoints are mixed"
         )
     scale = record.loss_scale
-    if scale is not None and not (0 < scale.value < inf and 0 <= scale.finite_steps < 1 << 63):
-        raise CheckpointError(f"{path} has the loss scale {scale.value} after {scale.finite_steps} steps")
+    scaled = scale is None or (0 < scale.value < inf and 0 <= scale.finite_steps < 1 << 63)
     counted = 0 <= record.call < 1 << 63 and -(1 << 63) <= record.seed < 1 << 64
-    if record.mesh.size != len(record.ranks) or not counted:
-        raise CheckpointError(
-            f"{path} has {len(record.ranks)} ranks on {record.mesh}, {record.call} calls and the seed {record.seed}: "
-            "autoptd did not write it"
-        )
+    if not (scaled and counted and record.mesh.size == len(record.ranks)):
+        found = f"{len(record.ranks)} ranks on {record.mesh}, {record.call} calls, the seed {record.seed} and {scale}"
+        raise CheckpointError(f"{path} has {found}: autoptd did not write it")
     for name, tensor in record.tensors.items():
         sizes = *chain(tensor.shape, *(tensor.shapes or {}).values()), *tensor.ranks
         if min(sizes, default=0) < 0 or max(tensor.ranks, default=0) >= len(record.ranks):

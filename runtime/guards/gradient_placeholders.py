@@ -59,8 +59,7 @@ class GradientPlaceholders:
         if placed:
             raise ValueError(
                 f"the gradient of {cleared[0]} was cleared, but not of all that a sharded optimizer steps with it: "
-                "clear all (optimizer.zero_grad()), or give parameters that are not to be stepped a group with a "
-                "learning rate of 0"
+                "clear all (optimizer.zero_grad()), or give those that are not to be stepped a group with lr=0"
             )
         self._own.grad = None
 

@@ -74,8 +74,7 @@ class ParameterWatch:
         if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
             raise ValueError(
                 "the parallel model is called inside torch.utils.checkpoint, and a call is a whole step, with its "
-                "backwards: call it without, and let the compiler recompute, by compile(recompute='full') or "
-                "'selective'"
+                "backwards: call it without, and let compile(recompute='full') or 'selective' do that"
             )
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise ValueError(

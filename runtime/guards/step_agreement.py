@@ -102,8 +102,7 @@ def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: i
     raise ValueError(
         f"the batches of one step have different shapes: rank {others[0]} was given "
         f"{describe_batch(manifests[given[others[0]]])}, where most have {describe_batch(manifests[given[like]])}; "
-        f"ranks {others} differ. All ranks, those of other replicas too, take a batch of the same compiled shape in a "
-        "step: let the number of the step choose it"
+        f"ranks {others} differ. All ranks, of all replicas, take one compiled shape a step: let its number choose it"
     )
 
 
@@ -147,8 +146,7 @@ def _compare_buckets(manifest: Manifest, group: Group, members: Sequence[int], t
     raise ValueError(
         f"the parameter {name} would be stepped {words[0]}, on rank {others[0]}, and {words[1]}, on rank "
         f"{like}; ranks {others} differ from the rest of {list(given)}, which have it together. Before shard_optimizer "
-        "freeze the same parameters on every rank, and give the optimizers the same groups, by the parameters' names, "
-        "in the same order"
+        "freeze the same parameters on every rank, and make the same groups of the same names in the same order"
     )
 
 

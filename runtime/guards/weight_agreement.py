@@ -40,9 +40,8 @@ def compare_weights(manifest: Manifest, connection: Connection, tensors: Weights
         others, like = find_others({rank: number for rank, number in given.items() if number != ABSENT})
         raise RuntimeError(
             f"ranks were given different weights: {names[place]} has other values on rank {others[0]} than on rank "
-            f"{like}; ranks {others} of {world.size} differ from rank {like}. Each rank keeps its part of one model, "
-            "so give all the same: call torch.manual_seed before the model is built, load one checkpoint on every "
-            "rank, or bind(weights=folder)"
+            f"{like}; ranks {others} of {world.size} differ. Each keeps its part of one model, so give all the same: "
+            "call torch.manual_seed before building the model, load one checkpoint everywhere, or bind(weights=folder)"
         )
 
 

@@ -25,9 +25,8 @@ BYTES = 8 * SLOTS
 class LocalRanks:
     """The ranks on the machine of rank `rank`.
 
-    `processes` has a pidfd (-1 if the system has none) for each other rank of this machine, by global rank;
-    `everybody` is true if there is no other machine. `name` is unique to this job. `store` is torch's; it is kept,
-    since rank 0 may serve it.
+    `processes` has a pidfd (-1 if the system has none) for each other rank of this machine, by global rank; `everybody`
+    is true if there is no other machine. `name` is this job's alone. `store` is torch's, kept as rank 0 may serve it.
     """
 
     rank: int
