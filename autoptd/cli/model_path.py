@@ -22,8 +22,7 @@ def make_model(name: str, device: str = "meta") -> nn.Module:
     """Import the module, call the callable on `device`, and return the model.
 
     Weights on the meta device cost nothing. Raises ValueError, with the nearest name, for a name that does not exist,
-    for a callable that needs arguments, and for what the user's own code raises, with its place; TypeError if the
-    result is not an nn.Module.
+    for a callable that needs arguments, and for what the user's code raises, with its place; TypeError for others.
     """
     path, colon, attribute = name.partition(":")
     if not (path and colon and attribute):

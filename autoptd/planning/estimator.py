@@ -57,9 +57,8 @@ class Estimate:
 class Estimator:
     """Estimates of one model on `world_size` devices of one cluster.
 
-    `training` is how its steps are run. With `search` stages are cut as `compile` cuts them, which takes a second where
-    ranks have several; without, the slowest stage is as fast as can be. The other arguments are those of
-    `autoptd.compile` that are the same for all estimates.
+    `training` is how steps are run. With `search` stages are cut as `compile` does, which takes a second where ranks
+    have several; without, the slowest stage is as fast as can be. The other arguments are those of `autoptd.compile`.
     """
 
     def __init__(
@@ -268,8 +267,7 @@ def rank_seconds(times: schedule_times.ActionTimes, num_ranks: int) -> list[Any]
 def least_seconds(times: schedule_times.ActionTimes, num_ranks: int, num_microbatches: int) -> Any:
     """Return a lower bound for every schedule of these stages: a rank's work, and what comes before and after it.
 
-    A rank's first forward waits for those of the ranks before it, and its last backward is followed by theirs. 1F1B of
-    even stages takes exactly that (SC21 §2.2).
+    A rank's first forward waits for those before it, its last backward is followed by theirs: even 1F1B takes that.
     """
     rows = times.by_kind
     least = before = after = 0.0

@@ -55,8 +55,7 @@ class LayerCosts:
     def _measure(self, fused_order: FusedOrder) -> np.ndarray:
         """Measure each item and the calls without parameters after it: bytes kept, FLOPs, bytes held by its backward.
 
-        The fourth amount are the bytes that a stage which begins there, in a recomputed group, keeps in addition: the
-        inputs of the rest of the group.
+        The fourth are the bytes that a stage which begins there, in a recomputed group, keeps too: the rest's inputs.
         """
         index, item_of, scale = 0, self._row.position, self.precision.scale
         amounts = np.zeros((len(self._row.items), 4))
@@ -144,8 +143,7 @@ class LayerCosts:
     def cut(self, mesh: Mesh, chunks: int, search: tuple[str, int] | None = None) -> Sequence[int]:
         """Return the cut with the fastest slowest stage.
 
-        With `search`, a schedule and its number of microbatches, return the cut with the shortest step. Raises
-        ValueError for more stages than `units`.
+        With `search`, a schedule and its microbatches, return that with the shortest step. ValueError beyond `units`.
         """
         if search is None:
             return self.fit(mesh, chunks).positions

@@ -56,9 +56,8 @@ class Communication:
     """The communication of one tensor rank of each stage, summed over the stages.
 
     `tensor_forward`, `tensor_backward` are all-reduces, and `pipeline_forward`, `pipeline_backward` messages, of one
-    microbatch; `tensor_repeated` are those of `tensor_backward` that recomputation repeats. `loss` says that the loss
-    reduces three numbers a token besides. Once a step: the replicas sum `gradient_bytes` on the rank that has most,
-    and the tensor ranks the gradients of `partial`.
+    microbatch; `tensor_repeated` are those of `tensor_backward` that recomputation repeats. `loss`: that reduces
+    three numbers a token. Once a step replicas sum at most `gradient_bytes`, and tensor ranks gradients of `partial`.
     """
 
     tensor_forward: Traffic

@@ -159,8 +159,7 @@ def _find_rounding(manifest: Manifest) -> torch.dtype | None:
 def _find_places(objective: nn.Module, model: nn.Module, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the leaf for every place in the objective that holds a tensor, tied ones included: each place once.
 
-    A module registered under several names is one place. Under the second name torch would take the leaf for the
-    original, and leave it in the user's model.
+    A module registered under several names is one place: under the second, torch would leave the leaf in the module.
     """
     inner = next(path for path, part in objective.named_modules() if part is model)
     own = {n: id(t) for n, t in (*objective.named_parameters(), *objective.named_buffers())}

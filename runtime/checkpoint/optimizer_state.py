@@ -48,9 +48,8 @@ class NamedOptimizer:
     def states(self) -> States:
         """Return the optimizer's states of each parameter.
 
-        A state is a tensor shaped as this rank's slice of the parameter, or a single value; CheckpointError for others.
-        For parameters that shards divide it is a row of this replica's elements; of one that is stepped whole, any
-        tensor, on the rank that steps it.
+        A state is a tensor shaped as this rank's slice, or a single value; CheckpointError for others. For parameters
+        that shards divide it is a row of this replica's elements; of one stepped whole any tensor, where it is stepped.
         """
         states: States = {}
         for names, tensor, shard in self._list_stepped(self._parameters()):

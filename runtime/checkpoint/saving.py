@@ -28,8 +28,7 @@ from autoptd.runtime.optimizer.zero1 import FlatShard, is_shaped
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.tagged_json import encode_value
 
-# A loader reads whole files, so it may read one file too much at each end of its part. Tensors of a GPU are copied to
-# the CPU a file at a time.
+# A loader reads whole files, so it may read one too much at each end of its part. A GPU's tensors are copied by files.
 FILE_BYTES = 1 << 26
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25  # between looks for another rank's file
 # At the end of the program, rank 0 waits for the files of other ranks for as long as these still grow.

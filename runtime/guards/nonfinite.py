@@ -29,8 +29,7 @@ FORWARD, BACKWARD, SUM, NOTHING = range(4)  # in the order in which one causes t
 class Inspector(TorchDispatchMode):
     """A record of the first operator that gave a NaN or an infinity, and its line; -inf is right in masks.
 
-    The mean loss of the last stage over none of the labels of an `unlabelled` microbatch is one by right, and so are
-    its gradients, which are masked.
+    The last stage's mean loss of an `unlabelled` microbatch is one by right, so are its gradients, which are masked.
     """
 
     def __init__(self, position: Position, last_stage: int, unlabelled: Container[int]) -> None:
@@ -72,8 +71,7 @@ def explain_nonfinite(
 ) -> str:
     """Describe the first operator that gives a non-finite value; every rank must call it, and gets the same text.
 
-    `repeat` runs the schedule of the step again, forwards and backwards; its `unlabelled` microbatches have no label,
-    and count nothing in a step that has some.
+    `repeat` runs the step's schedule again; its `unlabelled` microbatches have no label, and do not count if others do.
     """
     with Inspector(connection.position, len(manifest.stages) - 1, unlabelled) as inspector:
         repeat()

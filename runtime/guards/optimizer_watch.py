@@ -101,8 +101,7 @@ class StateMarks:
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError where a state was loaded into `optimizer` whose marks are of other slices.
 
-        Each mark is read once: tensors that a group gets later have no place in the state. Marks of tensors that are
-        another model's stay, for that one to read.
+        Marks are read once: what a group gets later has no place in the state. Another model's stay, for it to read.
         """
         for number, group in enumerate(optimizer.param_groups):
             loaded = list(zip(group["params"], group.get(MARK, ()), strict=False))

@@ -119,9 +119,8 @@ def _read_option(value: Any) -> Any:
 class Copies:
     """The parameters whose slices replicas have alike, and tied ones, compared in turn, one in each step.
 
-    Not those that the tensor ranks hold alike too: their gradients are not summed over these, and kernels that add in
-    any order may give each rank other last bits. Of all ranks of a stage the optimizers' steps are compared, and of all
-    ranks the factors that losses were multiplied by.
+    Not those that the tensor ranks hold alike too: their gradients are not summed there, and kernels that add in any
+    order give other last bits. Of a stage's ranks optimizers' steps are compared too, and of all ranks losses' factors.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ class Place(NamedTuple):
 
     `activity` is the token of an action or the name of a phase, "" between calls, and `stage` the stage of the action.
     `collective` is the number, from 1 on, of a running one of COLLECTIVE_CALLS, or EVALUATION. The activity began at
-    `since`; that and `heartbeat` are seconds of the machine's monotonic clock, and `busy` is the seconds in between
-    that the main thread computed.
+    `since`; that and `heartbeat` are seconds of the monotonic clock, `busy` those that the main thread computed.
     """
 
     calls: int
