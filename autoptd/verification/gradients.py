@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.mesh import Mesh
 
 FLOOR = 1e-6  # of the largest gradient of all: the scale for smaller ones
 ZERO = 1e-12, 1e-3  # of the same: the size of a gradient that is only rounding, and the scale for it
@@ -50,8 +49,12 @@ def join_gradients(manifest: Manifest, found: list[StepResult]) -> tuple[dict[st
             parts = [part for rank in ranks if (part := found[rank].gradients.get(name)) is not None]
             if len(parts) < len(ranks):
                 continue
-            wrong += _compare_replicas(mesh, found, name, pipeline)
             for rank, part in zip(ranks, parts, strict=True):
+                for peer in mesh.group("data", rank)[1:]:
+                    other = found[peer].gradients.get(name)
+                    if other is None or not torch.equal(part, other):
+                        what = f"the gradient of {name} on rank {peer} differs from that of rank {rank}"
+                        wrong.append(f"replicas differ: {what}")
                 rows = on_tensor.split(part, mesh.tensor, divided=False)
                 first = on_tensor.split(parts[0], mesh.tensor, divided=False)
                 wrong += _say_different(rows, first, f"undivided gradient of {name}", rank, ranks[0])
@@ -61,16 +64,6 @@ def join_gradients(manifest: Manifest, found: list[StepResult]) -> tuple[dict[st
                 wrong += _say_different([own], [whole[name]], f"gradient of the tied {name}", ranks[0], owner)
             whole.setdefault(name, own)
     return whole, tuple(wrong)
-
-
-def _compare_replicas(mesh: Mesh, found: Sequence[StepResult], name: str, pipeline: int) -> Iterator[str]:
-    for tensor in range(mesh.tensor):
-        first = mesh.rank_of(0, pipeline, tensor)
-        for data in range(1, mesh.data):
-            rank = mesh.rank_of(data, pipeline, tensor)
-            other = found[rank].gradients.get(name)
-            if other is None or not torch.equal(found[first].gradients[name], other):
-                yield f"replicas differ: the gradient of {name} on rank {rank} differs from that of rank {first}"
 
 
 def _say_different(
