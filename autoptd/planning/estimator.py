@@ -117,12 +117,6 @@ class Estimator:
                 self._rows[key] = self._measure(*key)
         return self._rows[key]
 
-    def least_seconds(self, candidate: Candidate) -> float:
-        """Return a lower bound of `pipeline_seconds`; raise ValueError for an impossible candidate."""
-        _, (_, times) = self._divide_stages(candidate)
-        taken = action_times(times, blocking=not self.training.overlap)
-        return float(least_seconds(taken, candidate.pipeline, candidate.num_microbatches))
-
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of a step's schedule; raise ValueError for an impossible candidate."""
         p, m = candidate.pipeline, candidate.num_microbatches
@@ -262,19 +256,3 @@ def rank_seconds(times: schedule_times.ActionTimes, num_ranks: int) -> list[Any]
     rows = [(row, 0 if kind.computes else kind.direction) for kind, row in holding.items()]
     seconds = [sum(row[stage] for row, way in rows if stage + way in stages) for stage in stages]
     return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]
-
-
-def least_seconds(times: schedule_times.ActionTimes, num_ranks: int, num_microbatches: int) -> Any:
-    """Return a lower bound for every schedule of these stages: a rank's work, and what comes before and after it.
-
-    A rank's first forward waits for those before it, its last backward is followed by theirs: even 1F1B takes that.
-    """
-    rows = times.by_kind
-    least = before = after = 0.0
-    for rank, work in enumerate(rank_seconds(times, num_ranks)):
-        back = rows[Kind.SEND_GRADIENT][rank] if rank else 0.0
-        least = max(least, before + num_microbatches * work + after + (0.0 if times.blocking else back))
-        if rank + 1 < num_ranks:
-            before += rows[Kind.FORWARD][rank] + rows[Kind.SEND_OUTPUT][rank]
-            after += rows[Kind.BACKWARD][rank] + back
-    return least

@@ -129,7 +129,7 @@ class Search:
         candidates = list(self._space.candidates(self._whole.layers, self._whole.units))
         if not candidates:
             raise ValueError(self._explain_none())
-        # What a bound is of: fewer measurements; the candidate's own stages; its schedule; its cut, which does not fit.
+        # What a bound is of: fewer measurements; the candidate's own schedule; its cut, which does not fit.
         heap: list[tuple[float, int, int]] = []
         for index, candidate in enumerate(candidates):
             if not self._is_too_full(candidate):
@@ -145,13 +145,10 @@ class Search:
             elif level == 0:
                 cuts = candidate.num_stages <= self._count_units(candidate)  # maybe fewer than for t = 1
                 if cuts and not self._is_too_full(candidate):
-                    least = self._estimator.least_seconds(candidate)
-                    heapq.heappush(heap, (least + self._finish(candidate), index, 1))
-            elif level == 1:
-                pipelined = self._estimator.pipeline_seconds(candidate)
-                heapq.heappush(heap, (pipelined + self._finish(candidate), index, 2))
-            elif slower := self._simulate(candidate, fit=level == 3):
-                heapq.heappush(heap, (slower, index, 3))
+                    pipelined = self._estimator.pipeline_seconds(candidate)
+                    heapq.heappush(heap, (pipelined + self._finish(candidate), index, 1))
+            elif slower := self._simulate(candidate, fit=level == 2):
+                heapq.heappush(heap, (slower, index, 2))
         if not self._found:
             raise ValueError(self._explain_full() if self._full else self._explain_none())
         self._search_cuts()

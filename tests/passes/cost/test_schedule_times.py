@@ -14,7 +14,7 @@ from autoptd.passes.cost.schedule_times import (
     walk,
     walking_order,
 )
-from autoptd.planning.estimator import least_seconds, rank_seconds
+from autoptd.planning.estimator import rank_seconds
 from autoptd.runtime.program.schedule import COMPUTING, Kind, Schedule, assign_slots, make_schedule
 
 SHAPES = [
@@ -77,23 +77,23 @@ def walk_seconds(shape: tuple[str, int, int, int], times: ActionTimes) -> tuple[
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["overlapped", "blocking"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_step_is_shorter_than_the_bound(shape: tuple[str, int, int, int], blocking: bool) -> None:
+def test_no_step_is_shorter_than_a_rank_s_work(shape: tuple[str, int, int, int], blocking: bool) -> None:
     _, p, m, v = shape
     generator = random.Random(str(shape))
     for _ in range(20):
         times = draw_times(generator, p * v, blocking)
         step, busy = walk_seconds(shape, times)
         assert busy == [m * seconds for seconds in rank_seconds(times, p)]
-        assert max(busy) <= least_seconds(times, p, m) <= step
+        assert max(busy) <= step
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (4, 2), (4, 9), (8, 32)])
-def test_the_bound_of_even_stages_is_their_step(p: int, m: int) -> None:
+def test_the_step_of_even_stages(p: int, m: int) -> None:
     """Equation: (m + p - 1)(tf + tb), SC21 §2.2.1."""
     taken = {Kind.FORWARD: 3, Kind.BACKWARD: 7, Kind.SEND_OUTPUT: 0, Kind.SEND_GRADIENT: 0}
     times = ActionTimes({kind: [time] * p for kind, time in taken.items()})
     step, _ = walk_seconds(("1f1b", p, m, 1), times)
-    assert step == (m + p - 1) * 10 == least_seconds(times, p, m)
+    assert step == (m + p - 1) * 10
 
 
 def test_many_pipelines_at_once_are_each_as_alone() -> None:
