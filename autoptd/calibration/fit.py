@@ -197,8 +197,7 @@ def _check(output: str | Path | None, devices: int, available: int, kind: str, s
         raise ValueError(f"devices={devices!r}: expected a whole number above 0")
     if devices > available:
         raise ValueError(
-            f"devices={devices}: expected at most {available}: this machine has {available} {kind}, and processes "
-            "that share one are not simulated"
+            f"devices={devices}: expected at most {available}, the {kind} of this machine, which processes do not share"
         )
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not number or not 0 < seconds < math.inf:

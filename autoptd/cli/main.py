@@ -169,9 +169,7 @@ def _load(folder: Path) -> CompiledProgram:
     if not folder.is_dir():
         saved = [str(near.parent) for near in folder.parent.glob(f"*/{MANIFEST}")]
         hint = suggest(str(folder), saved)
-        raise ValueError(
-            f"there is no folder {folder}{hint}; expected one of program.save or autoptd compile"
-        )
+        raise ValueError(f"there is no folder {folder}{hint}; give one of program.save or autoptd compile")
     return load(folder)
 
 

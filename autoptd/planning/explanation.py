@@ -17,10 +17,7 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.simulate.step import Simulation, Training
 
 UNKNOWN = "the estimate needs the model, which a loaded program does not have"
-REORDERED = (
-    "estimates are for ranks in the default order, tensor innermost, and this mesh has another order: explain a "
-    "program that is compiled for mesh=(tensor, pipeline, data)"
-)
+REORDERED = "estimates are for ranks in the default order, tensor innermost: compile for mesh=(tensor, pipeline, data)"
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def plan(
     check_flags(fuse=fuse, scatter_gather=scatter_gather)
     if recompute not in (None, *RECOMPUTE):
         raise ValueError(
-            f"recompute={recompute!r}: expected {', '.join(map(repr, RECOMPUTE))}, or None for any of these"
+            f"recompute={recompute!r}: expected {', '.join(map(repr, RECOMPUTE))}, or None for any"
         )
     check_counts(world_size=world_size, global_batch=global_batch)
     check_free_counts(

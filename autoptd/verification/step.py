@@ -73,7 +73,7 @@ def verify_program(
     """
     if dtype not in ("float64", "model"):
         raise ValueError(
-            f"dtype is {dtype!r}; expected 'float64', or 'model' for the dtypes that the model trains in"
+            f"dtype is {dtype!r}; expected 'float64', or 'model' for those that the model trains in"
         )
     check_parameters(manifest, model)
     check_memory(manifest)

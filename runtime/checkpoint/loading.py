@@ -124,12 +124,11 @@ def _check_model(training: Training, record: Record, place: str) -> None:
     lacking = {"it": own.keys() - record.tensors.keys(), "the model": record.tensors.keys() - own.keys()}
     for what, names in lacking.items():
         if names:
-            raise CheckpointError(
-                f"{place} is of another model: {what} lacks {len(names)} tensors: {', '.join(sorted(names)[:5])}"
-            )
+            listed = f"{len(names)} tensors: {', '.join(sorted(names)[:5])}"
+            raise CheckpointError(f"{place} is of another model: {what} lacks {listed}")
     if dict(record.aliases) != dict(manifest.aliases):
         raise CheckpointError(
-            f"{place} is of another model: it ties {dict(record.aliases)}, expected {dict(manifest.aliases)}"
+            f"{place} is of another model: it ties {record.aliases}, not {manifest.aliases}"
         )
     dtypes = training.dtypes
     for name, parameter in own.items():
@@ -153,9 +152,8 @@ def _match_groups(
     stored, kind = record.optimizer, optimizer.kind
     if stored is None or stored.kind != kind:
         found = "no optimizer" if stored is None else f"the optimizer {stored.kind}"
-        raise CheckpointError(
-            f"{place} has {found}, and {kind} is to be loaded: give one of the saved kind, or leave optimizer= out"
-        )
+        way = "give an optimizer of the saved kind, or leave optimizer= out"
+        raise CheckpointError(f"{place} has {found}, and {kind} is to be loaded: {way}")
     home = {name: i for i, group in enumerate(stored.groups) for name in group.params}
     matched = []
     for group in optimizer.groups():

@@ -178,7 +178,7 @@ def read_rank_record(folder: Path, rank: int, digest: str | None = None) -> Rank
         offsets, sizes = piece.region.offsets, piece.region.sizes
         if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0:
             raise CheckpointError(
-                f"{path}: a piece of {piece.name} has the offsets {offsets} and sizes {sizes}, which are no region"
+                f"{path}: {piece.name} has a piece at {offsets} of {sizes}, which is no region"
             )
     return found
 

@@ -125,8 +125,7 @@ class Position:
                 raise RuntimeError(
                     f"{here} of this rank met {there} of rank {rank}, which is at {read_place(slots)}: every rank "
                     "makes each call of the parallel model, in training and evaluation, and of full_state_dict, "
-                    "save_checkpoint and the like; work of one rank alone must not use the parallel model"
-                    f"{CLEARED * ('clip_grad_norm_' in differing)}"
+                    f"save_checkpoint and the like, none alone{CLEARED * ('clip_grad_norm_' in differing)}"
                 )
 
     @contextmanager
