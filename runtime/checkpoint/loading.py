@@ -49,7 +49,11 @@ def load_step(training: Training, folder: Path) -> Any:
     undo: dict[str, Any] = {}
     try:
         with agreed(rank):
-            loaded = _read_good(training, folder / name)
+            step = find_step(folder / name)
+            try:
+                loaded = read_step(training, step)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}{name_earlier(step)}") from error
             try:
                 check_proof(training.manifest, loaded.tensors, hash_parts(training.manifest, training.slices))
             except ValueError as error:
@@ -63,14 +67,6 @@ def load_step(training: Training, folder: Path) -> Any:
         raise
     _take_over(training, loaded)
     return loaded.data
-
-
-def _read_good(training: Training, path: Path) -> Loaded:
-    step = find_step(path)
-    try:
-        return read_step(training, step)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{name_earlier(step)}") from error
 
 
 def read_step(training: Training, step: StepFolder) -> Loaded:

@@ -188,10 +188,10 @@ class Watchdog:
             if self._printed:
                 return
             self._printed = True
-        _write(
-            f"autoptd: rank {self._local.rank} stopped in {own}: rank {failure.rank} failed first, in "
-            f"{failure.place}: {failure.reason}; see {self._record.path}"
+        about = (
+            f"rank {failure.rank} failed first, in {failure.place}: {failure.reason}; see {self._record.path}"
         )
+        print(f"autoptd: rank {self._local.rank} stopped in {own}: {about}", file=sys.stderr, flush=True)
         process = self._local.processes.get(failure.rank, -1)
         if process >= 0:  # so that the launcher names it: it names the first process to end
             select.select([process], [], [], GRACE / 2)
@@ -216,7 +216,7 @@ class Watchdog:
             what = f"rank {first.rank} failed in {first.place}: {reason}"
             with self._printing:  # a SIGTERM now waits until the error is shown, and adds no line
                 self._printed = True
-                _write(f"autoptd: {what}; see {self._record.path}")
+                print(f"autoptd: {what}; see {self._record.path}", file=sys.stderr, flush=True)
                 self._shown(kind, error, trace)
         else:
             self._follow(first, place)
@@ -237,8 +237,3 @@ def _die_terminated() -> None:
         # Python allows only the main thread to set a handler.
         ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(0))
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _write(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
