@@ -56,9 +56,8 @@ def calibrate(
 
     ValueError for impossible numbers or an `output` that cannot be written; RuntimeError with a process's failure.
     """
-    cores = (
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-    )
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = sorted(affinity(0)) if affinity else [*range(os.cpu_count() or 1)]
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     available = cuda or len(cores)
     number = available if devices is None else devices

@@ -106,9 +106,8 @@ def _simulate(args: argparse.Namespace) -> Outcome:
         simulation.save_trace(args.trace)
     if args.svg:
         simulation.save_svg(args.svg)
-    return Outcome(
-        _describe_simulation(simulation), lambda console: tables.print_simulation(console, simulation)
-    )
+    found = _describe_simulation(simulation)
+    return Outcome(found, lambda console: tables.print_simulation(console, simulation))
 
 
 def _verify(args: argparse.Namespace) -> Outcome:

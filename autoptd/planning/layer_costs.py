@@ -49,7 +49,7 @@ class LayerCosts:
         self._sums = np.pad(self._times[self._source].cumsum(0), ((1, 0), (0, 0), (0, 0)))
         self._held = np.pad(self._amounts[self._source].cumsum(0), ((1, 0), (0, 0)))
         self._more = np.pad(self._penalty[self._source], ((0, 1), (0, 0), (0, 0)))
-        self._names, self.parameters = self._name_parameters(first, behind)
+        self._names, self.parameters = self._name_tensors(first, behind)
         self._items: dict[bool, ItemTimes] = {}
 
     def _measure(self, fused_order: FusedOrder) -> np.ndarray:
@@ -86,9 +86,7 @@ class LayerCosts:
             raise ValueError(f"layers do not repeat: they begin at the calls {starts}")
         return starts[1], starts[2]
 
-    def _name_parameters(
-        self, first: int, behind: int
-    ) -> tuple[list[tuple[str, ...]], Mapping[str, Parameter]]:
+    def _name_tensors(self, first: int, behind: int) -> tuple[list[tuple[str, ...]], Mapping[str, Parameter]]:
         """Name the tensors of each item; tensors of the repeated layer alone get a new name for each repeat.
 
         The first stage holds parameters that no item reads.

@@ -154,9 +154,7 @@ def list_static(
 ) -> list[dict[str, float]]:
     """Return the bytes that each pipeline rank holds throughout a step: states, slots of these `sizes`, outputs."""
     slots = enumerate(add_up_slots(schedule, sizes))
-    return [
-        states.held(owned[rank]) | {"slots": size} | count_outputs(manifest, rank) for rank, size in slots
-    ]
+    return [states.held(owned[rank]) | {"slots": n} | count_outputs(manifest, rank) for rank, n in slots]
 
 
 def trace_memory(

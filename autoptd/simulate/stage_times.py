@@ -163,12 +163,10 @@ def time_stage(manifest: Manifest, index: int, work: WorkTimes, durations: Durat
     return StageTimes(**vars(work), gather=gather, send=send, arriving=arriving)
 
 
-def _bytes(
-    boundaries: Sequence[Boundary], manifest: Manifest, kind: Kind, scale: float
-) -> tuple[float, float]:
+def _bytes(crossing: Sequence[Boundary], manifest: Manifest, kind: Kind, scale: float) -> tuple[float, float]:
     """Return the bytes of boundary values, or of their gradients, that cross whole, and those that cross in pieces."""
     sizes = [0.0, 0.0]
-    for boundary in boundaries:
+    for boundary in crossing:
         if kind is Kind.FORWARD or boundary.requires_grad:
             scattered = is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather)
             sizes[scattered] += boundary.bytes * scale

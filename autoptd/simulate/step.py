@@ -208,9 +208,7 @@ def _trace_courses(
     return courses
 
 
-def action_times(
-    times: Sequence[StageTimes], *, blocking: bool = False, messages: bool = True
-) -> ActionTimes:
+def action_times(times: Sequence[StageTimes], blocking: bool = False, messages: bool = True) -> ActionTimes:
     """Return the times of actions; a message in pieces is put together before a stage begins."""
     forward, backward = COMPUTING
     seconds = {kind.send: [time.send[kind] * messages for time in times] for kind in COMPUTING}

@@ -36,9 +36,7 @@ def run_plain(
 ) -> StepResult:
     """Run one step; microbatches are weighed by their valid labels if the program does so, else equally.
 
-    Random numbers are those of the `draws`.
-
-    In float64 unless it is not to be `precise`: then as it trains, under the autocast that it was compiled in.
+    Random numbers are those of `draws`. In float64 unless not to be `precise`: then as it trains, under its autocast.
     """
     examples = replace(read_examples(model, make_example(manifest), loss_fn, None), inputs=manifest.inputs)
     paths = (result.path for stage in manifest.stages for result in stage.outputs)

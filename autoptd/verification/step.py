@@ -121,10 +121,8 @@ def _find_bounds(
 
     In that the weights are rounded elsewhere, by as much as the narrowest dtype that the program computes in.
     """
-    values = (
-        x for s in program.stages for n in s.graph.nodes for x in results_of(n) if isinstance(x, Tensor)
-    )
-    rounding = max(torch.finfo(x.dtype).eps for x in values if x.is_floating_point())
+    made = (x for s in program.stages for n in s.graph.nodes for x in results_of(n) if isinstance(x, Tensor))
+    rounding = max(torch.finfo(x.dtype).eps for x in made if x.is_floating_point())
     generator, kept = torch.Generator().manual_seed(seed), dict(tensors)
     for name, x in kept.items():
         if x.is_floating_point():

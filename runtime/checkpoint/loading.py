@@ -141,18 +141,16 @@ def _check_model(training: Training, record: Record, place: str) -> None:
             )
 
 
-def _match_groups(
-    training: Training, optimizer: NamedOptimizer, record: Record, place: str
-) -> list[StoredGroup]:
-    """Return, for each group of this rank's `optimizer`, its parameters and their options in the checkpoint."""
-    stored, kind = record.optimizer, optimizer.kind
+def _match_groups(training: Training, own: NamedOptimizer, record: Record, place: str) -> list[StoredGroup]:
+    """Return, for each group of the rank's `own` optimizer, its parameters and their options in the checkpoint."""
+    stored, kind = record.optimizer, own.kind
     if stored is None or stored.kind != kind:
         found = "no optimizer" if stored is None else f"the optimizer {stored.kind}"
         way = "give an optimizer of the saved kind, or leave optimizer= out"
         raise CheckpointError(f"{place} has {found}, and {kind} is to be loaded: {way}")
     home = {name: i for i, group in enumerate(stored.groups) for name in group.params}
     matched = []
-    for group in optimizer.groups():
+    for group in own.groups():
         at = {home.get(name) for name in group.params}
         if None in at or len(at) > 1:
             raise CheckpointError(

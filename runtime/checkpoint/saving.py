@@ -99,10 +99,10 @@ def _make_record(training: Training, data: Any, keep: int | None) -> Record:
     )
 
 
-def _collect(training: Training, asynchronous: bool) -> tuple[RankRecord, list[TensorsOfFile]]:
+def _collect(training: Training, copied: bool) -> tuple[RankRecord, list[TensorsOfFile]]:
     """Return the data that this rank writes: the record, without its files, and the tensors of each file.
 
-    With `asynchronous` the tensors are copies on the CPU.
+    The tensors are `copied` to the CPU where the save is asynchronous.
     """
     rank, flats, optimizer = training.rank, training.flats, training.optimizer
     states = {} if optimizer is None else optimizer.states()
@@ -129,7 +129,7 @@ def _collect(training: Training, asynchronous: bool) -> tuple[RankRecord, list[T
         check_dtype(source.dtype, f"{state or 'the tensor'} of {piece.name}")
         flat, known = flats.get(piece.name), training.manifest.parameters[piece.name].shape
         view = piece.view(source.detach(), flat)
-        kept = view.to("cpu", copy=True) if asynchronous else view
+        kept = view.to("cpu", copy=True) if copied else view
         shape = tuple(source.shape) if state in whole.get(piece.name, ()) and source.shape != known else None
         group = groups.setdefault((state, piece.shared, flat is None), [])
         group.append((StoredPiece(piece.name, state, view.dtype, piece.region, shape), kept))
@@ -143,14 +143,12 @@ def _collect(training: Training, asynchronous: bool) -> tuple[RankRecord, list[T
 class Saving:
     """A running save: a thread writes this rank's files and, on rank 0, commits when all ranks have written theirs."""
 
-    def __init__(
-        self, training: Training, folder: Path, data: Any, keep: int | None, asynchronous: bool
-    ) -> None:
+    def __init__(self, training: Training, folder: Path, data: Any, keep: int | None, copied: bool) -> None:
         """Begin a checkpoint in `folder`. Every rank must call it; CheckpointError on all ranks if one fails."""
         self._manifest, self._rank, self._keep = training.manifest, training.rank, keep
         with agreed(self._rank):
             self._whole = _make_record(training, data, keep)
-            self._own, self._files = _collect(training, asynchronous)
+            self._own, self._files = _collect(training, copied)
         self._written, self._committed = Future[None](), Future[None]()
         self._given_up = threading.Event()
         name = ""

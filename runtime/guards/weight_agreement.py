@@ -65,10 +65,7 @@ def _sample(tensor: Tensor, shift: int = 0) -> Tensor:
 
 
 class StepLog:
-    """The steps that optimizers have made of one parallel model's parameters on this rank, as one number.
-
-    And the factors that its losses were multiplied by since they were taken last.
-    """
+    """The steps that optimizers made of one parallel model on this rank, as a number, and the factors of its losses."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -92,7 +89,7 @@ class StepLog:
         self._scales.append(factor.detach().clone())
 
     def take_scales(self, rank: Rank) -> Tensor:
-        """Return a hash of the factors since the last call of this, as an int64 on the device of `rank`."""
+        """Return a hash of losses' factors since the last call of this, as an int64 on the device of `rank`."""
         factors, self._scales = self._scales, []
         if not factors:
             return torch.zeros((), dtype=torch.int64, device=rank.device)
@@ -123,11 +120,9 @@ class Copies:
     order give other last bits. Of a stage's ranks optimizers' steps are compared too, and of all ranks losses' factors.
     """
 
-    def __init__(
-        self, manifest: Manifest, rank: Rank, parameters: Mapping[str, Tensor], steps: StepLog
-    ) -> None:
-        """This `rank` has its slices of `parameters`, and has made these `steps`."""
-        self._rank, self._parameters, self._steps, self._turn = rank, parameters, steps, -1
+    def __init__(self, manifest: Manifest, rank: Rank, tensors: Mapping[str, Tensor], steps: StepLog) -> None:
+        """This `rank` has its slices of parameters, `tensors`, and has made these `steps`."""
+        self._rank, self._parameters, self._steps, self._turn = rank, tensors, steps, -1
         mesh = manifest.mesh
         owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
         columns: dict[tuple[int, ...], list[str]] = {}
