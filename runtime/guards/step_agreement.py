@@ -34,7 +34,7 @@ def compare_ranks(
 ) -> list[bool]:
     """Return whether the loss or a gradient is not finite, and then of each of the `flags` whether some rank raises it.
 
-    Every rank must call it, and gets the same; without `gradients` only the loss counts. Raises ValueError on every rank where the
+    Every rank must call it, and gets the same; without `gradients` the loss counts. ValueError on every rank where the
     tensor and pipeline ranks of a replica have different batches, a batch on a GPU has rows that its table lacks,
     ranks are in different modes, or replicas have different values of one of `copies`. On a GPU it waits for the step.
     """
