@@ -51,8 +51,8 @@ def join_gradients(manifest: Manifest, found: list[StepResult]) -> tuple[dict[st
                 continue
             for rank, part in zip(ranks, parts, strict=True):
                 for peer in mesh.group("data", rank)[1:]:
-                    other = found[peer].gradients.get(name)
-                    if other is None or not torch.equal(part, other):
+                    theirs = found[peer].gradients.get(name)
+                    if theirs is None or not torch.equal(part, theirs):
                         what = f"the gradient of {name} on rank {peer} differs from that of rank {rank}"
                         wrong.append(f"replicas differ: {what}")
                 rows = on_tensor.split(part, mesh.tensor, divided=False)
