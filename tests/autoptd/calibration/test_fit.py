@@ -216,7 +216,7 @@ def test_a_pair_of_processes_measures_messages_on_two_cores(
     ("given", "message"),
     [
         ({"devices": 0}, "devices=0: expected a whole number above 0"),
-        ({"devices": 3}, "devices=3: expected at most 2: this machine has 2 cores"),
+        ({"devices": 3}, "devices=3: expected at most 2, the cores of this machine"),
         ({"seconds": 0.0}, r"seconds=0\.0: expected a time above 0"),
         ({"seconds": "x"}, "seconds='x': expected a time above 0"),
         ({"output": "machine"}, "output='machine': expected a path that ends in .toml"),

@@ -287,7 +287,7 @@ def test_other_ranks_are_silent(
     [
         (
             "inspect {folder}x",
-            "there is no folder {folder}x (did you mean {folder}?); expected a program saved by",
+            "there is no folder {folder}x (did you mean {folder}?); give one of program.save",
         ),
         ("simulate {folder} --cluster dgx-a10", "'dgx-a10' is not shipped (did you mean dgx-a100?)"),
         ("simulate {folder} --cluster dgx-a100 --dtype bf61", "dtype='bf61': expected one of"),
