@@ -17,39 +17,42 @@ from autoptd.runtime.kernels.triton.tiles import launch_tiles, lay_out, locate_t
 
 
 def bias_gelu(x: Tensor, bias: Tensor, kind: str, coefficient: float, result: Tensor) -> None:
-    launch_tiles(_activated, [x, None], [result], *lay_out(bias), **_activation(kind, coefficient))
+    launch_tiles(_forward, [x, None], [result], *lay_out(bias), **_activation(kind, coefficient))
 
 
 def bias_gelu_backward(*arguments: Any) -> None:
     gradient, x, bias, *kind, (of_x, of_bias) = arguments
-    constants = {**_activation(*kind), "dropout": None, "ALIGNED": False}
-    launch_tiles(_backward_and_sum, [gradient, x], [of_x], *lay_out(bias), sums=of_bias, **constants)
+    launch_tiles(_backward_and_sum, [gradient, x], [of_x], *lay_out(bias), sums=of_bias, **_activation(*kind))
 
 
 def gated_product(gate: Tensor, up: Tensor, kind: str, result: Tensor) -> None:
-    launch_tiles(_activated, [gate, up], [result], None, **_activation(kind))
+    launch_tiles(_forward, [gate, up], [result], None, **_activation(kind))
 
 
 def gated_product_backward(*arguments: Any) -> None:
     gradient, gate, up, kind, results = arguments
-    launch_tiles(_gated_product_backward, [gradient, gate, up], results, **_activation(kind))
+    constants = {"KIND": kind, "COEFFICIENT": SQRT_2_OVER_PI, "enable_fp_fusion": True}
+    launch_tiles(_gated_product_backward, [gradient, gate, up], results, **constants)
 
 
 def _activation(kind: str, coefficient: float = SQRT_2_OVER_PI) -> dict[str, Any]:
-    return {"KIND": kind, "COEFFICIENT": coefficient, "enable_fp_fusion": True}
+    constants = {"KIND": kind, "COEFFICIENT": coefficient, "enable_fp_fusion": True}
+    return {"dropout": None, "ALIGNED": False, **constants}
+
+
+def _dropout(*place: Any) -> dict[str, Any]:
+    return {**dropout_arguments(*place), "KIND": None, "COEFFICIENT": None, "enable_fp_fusion": False}
 
 
 def bias_dropout_add(*arguments: Any) -> None:
     x, bias, residual, p, key, moment, result = arguments
-    constants = {**dropout_arguments(key, moment, p, x), "enable_fp_fusion": False}
-    launch_tiles(_bias_dropout_add, [x, residual], [result], *lay_out(bias), **constants)
+    launch_tiles(_forward, [x, residual], [result], *lay_out(bias), **_dropout(key, moment, p, x))
 
 
 def bias_dropout_add_backward(*arguments: Any) -> None:
     gradient, p, key, moment, *_, (of_x, of_bias) = arguments
-    constants = {**dropout_arguments(key, moment, p, gradient), "enable_fp_fusion": False}
-    others = {"sums": of_bias, "KIND": None, "COEFFICIENT": None}
-    launch_tiles(_backward_and_sum, [gradient, None], [of_x], None, **others, **constants)
+    constants = _dropout(key, moment, p, gradient)
+    launch_tiles(_backward_and_sum, [gradient, None], [of_x], None, sums=of_bias, **constants)
 
 
 def scale_row(row: Tensor, factor: Tensor) -> None:
@@ -89,19 +92,24 @@ def _activate(x, KIND: tl.constexpr, COEFFICIENT: tl.constexpr):
 
 
 @triton.jit
-def _activated(
-    x, factor, out, bias, rows, width, stride, factor_stride,
+def _forward(
+    x, other, out, bias, rows, width, stride, other_stride, dropout, ALIGNED: tl.constexpr,
     KIND: tl.constexpr, COEFFICIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """Compute ``activation(x + bias) * other``, or ``dropout(x + bias) + other`` where there is no `KIND`."""
     row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
     column = start + tl.arange(0, COLUMNS)
     total = read(x + row * stride + column, inside)
     if bias is not None:
         total += read(bias + column, column < width)
-    activated, _ = _activate(total, KIND, COEFFICIENT)
-    if factor is not None:
-        activated *= read(factor + row * factor_stride + column, inside)
-    tl.store(out + row * width + column, activated, mask=inside)
+    if KIND is None:
+        total = drop(total, row * width + start, dropout, COLUMNS, ALIGNED)
+    else:
+        total, _ = _activate(total, KIND, COEFFICIENT)
+    if other is not None:
+        beside = read(other + row * other_stride + column, inside)
+        total = total + beside if KIND is None else total * beside
+    tl.store(out + row * width + column, total, mask=inside)
 
 
 @triton.jit
@@ -142,22 +150,6 @@ def _gated_product_backward(
     ups = read(up + row * up_stride + column, inside)
     tl.store(of_gate + row * width + column, slopes * ups * slope, mask=inside)
     tl.store(of_up + row * width + column, slopes * activated, mask=inside)
-
-
-@triton.jit
-def _bias_dropout_add(
-    x, residual, out, bias, rows, width, stride, residual_stride, dropout,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
-    column = start + tl.arange(0, COLUMNS)
-    total = read(x + row * stride + column, inside)
-    if bias is not None:
-        total += read(bias + column, column < width)
-    total = drop(total, row * width + start, dropout, COLUMNS, ALIGNED)
-    if residual is not None:
-        total += read(residual + row * residual_stride + column, inside)
-    tl.store(out + row * width + column, total, mask=inside)
 
 
 @triton.jit

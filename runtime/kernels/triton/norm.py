@@ -17,7 +17,15 @@ from torch import Tensor
 
 from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, TILE, divide_up, launch, lay_out, read, round_up
+from autoptd.runtime.kernels.triton.tiles import (
+    ROW_WARPS,
+    TILE,
+    divide_up,
+    lay_out,
+    number_rows,
+    read,
+    round_up,
+)
 
 HELD = 8192  # columns that fit into a processor's registers beside their three sums
 STAGES = 3  # tiles of which one is computed, and the others are under way
@@ -26,16 +34,10 @@ INTERPRETED = 3, 232_448  # processors, and bytes that a program may share on ea
 
 def add_norm(*arguments: Any) -> None:
     x, weight, norm_bias, eps, bias, residual, p, key, moment, _, results = arguments
-    width = x.shape[-1]
-    rows = x.numel() // width
-    columns = round_up(width)
-    height = max(1, TILE // columns)
-    launch(
-        _normalize, (divide_up(rows, height),),
-        *lay_out(x, bias, residual, weight, norm_bias), *_filled(results), rows, width, eps,
-        **dropout_arguments(key, moment, p, x), WIDE=rows * width >= tiles.WIDE_FROM, ROWS=height, COLUMNS=columns,
-        num_warps=min(32, max(ROW_WARPS, columns // 1024)), enable_fp_fusion=False
-    )  # fmt: skip
+    operands = lay_out(x, bias, residual, weight, norm_bias)
+    tiles.launch_rows(
+        _normalize, x, (key, moment, p), *operands, *_filled(results), eps, enable_fp_fusion=False
+    )
 
 
 def add_norm_backward(*arguments: Any) -> None:
@@ -49,7 +51,7 @@ def add_norm_backward(*arguments: Any) -> None:
     apart = wanted[4] and not tile["HELD"]
     held = vectors[:-1] if apart else vectors
     sums = held.new_empty((len(held), programs, width))
-    launch(
+    tiles.launch(
         _differentiate, (programs,),
         *lay_out(d_added, d_normed, added, weight), means, scales, *_filled((of_sum, of_x)), sums, rows, width,
         **dropout_arguments(key, moment, p, added), WEIGHT=wanted[2], OFFSET=wanted[3], BIAS=wanted[4] and not apart,
@@ -97,10 +99,10 @@ def _describe(device: torch.device) -> tuple[int, int]:
 
 @triton.jit
 def _normalize(
-    x, bias, residual, weight, norm_bias, added, normed, means, scales, rows, width, eps, dropout,
+    x, bias, residual, weight, norm_bias, added, normed, means, scales, eps, rows, width, dropout,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = _number_rows(tl.program_id(0), WIDE, ROWS)
+    row = number_rows(tl.program_id(0), WIDE, ROWS)
     at, inside = _locate(row, 0, rows, width, COLUMNS)
     value = read(x + at, inside)
     if bias is not None:
@@ -142,7 +144,7 @@ def _differentiate(
         of_offset += (nothing,)
         of_bias += (nothing,)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = _number_rows(tile, WIDE, ROWS)
+        row = number_rows(tile, WIDE, ROWS)
         scale = tl.load(scales + row, row < rows, 0.0)
         mean = 0.0
         if means is not None:
@@ -202,15 +204,6 @@ def _add_fours(x):
 def _read_vector(vector, block, width, COLUMNS: tl.constexpr):
     column = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     return read(vector + column, column < width)
-
-
-@triton.jit
-def _number_rows(tile, WIDE: tl.constexpr, ROWS: tl.constexpr):
-    """Return the rows [ROWS, 1] of a tile."""
-    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
-    if WIDE:
-        row = row.to(tl.int64)
-    return row
 
 
 @triton.jit

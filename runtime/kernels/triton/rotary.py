@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from autoptd.runtime.kernels.triton import tiles
-from autoptd.runtime.kernels.triton.tiles import read
+from autoptd.runtime.kernels.triton.tiles import number_rows, read
 
 TILE = 2048  # pairs of a program
 
@@ -39,10 +39,7 @@ def _rotate(
     INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
     REST: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0) * ROWS
-    if WIDE:
-        start = start.to(tl.int64)
-    row = start + tl.arange(0, ROWS)[:, None]
+    row = number_rows(tl.program_id(0), WIDE, ROWS)
     lies = row < rows
     for dim in tl.static_range(len(sizes) - 1, -1, -1):
         place = row % sizes[dim]

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from autoptd.runtime.kernels.triton import tiles
-from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, divide_up, launch, lay_out, read, round_up
+from autoptd.runtime.kernels.triton.philox import drop
+from autoptd.runtime.kernels.triton.tiles import launch_rows, lay_out, read
 
 BLOCKS = 4  # of a causal row in backward
-BLOCK_WARPS = 4  # so that a thread has 8 elements of a block: those of one Philox counter
 
 
 def scaled_softmax(*arguments: Any) -> None:
@@ -27,38 +24,25 @@ def scaled_softmax(*arguments: Any) -> None:
         view = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).expand(scores.shape)
         view = view[None] if view.dim() == 2 else view
         sizes, strides = tuple(view.shape[:-2]), view.stride()
-    _launch(
-        _normalize, scores, (key, moment, p), 1, *lay_out(scores), view, weights, softmax if key else None, scale,
-        sizes, strides, ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal
+    launch_rows(
+        _normalize, scores, (key, moment, p), *lay_out(scores), view, weights, softmax if key else None, scale, sizes,
+        strides, scores.shape[-2], ADDED=mask is not None and mask.dtype != torch.bool, CAUSAL=is_causal,
+        enable_fp_fusion=True
     )  # fmt: skip
 
 
 def scaled_softmax_backward(*arguments: Any) -> None:
     gradient, softmax, _, is_causal, scale, p, key, moment, result = arguments
     blocks = BLOCKS if is_causal and softmax.shape[-1] > 4 * BLOCKS else 1
-    _launch(
-        _differentiate, softmax, (key, moment, p), blocks, *lay_out(gradient, softmax), result, scale,
-        CAUSAL=is_causal, BLOCKS=blocks
-    )  # fmt: skip
-
-
-def _launch(
-    kernel: Any, x: Tensor, dropout: tuple[Any, Any, float], blocks: int, *arguments: Any, **constants: Any
-) -> None:
-    """Launch `kernel` with `arguments` over the rows of `x` [.., s, keys], each in so many `blocks`."""
-    length, width = x.shape[-2:]
-    rows, extent = x.numel() // width, round_up(width)
-    height, warps = max(1, tiles.TILE // extent), ROW_WARPS if blocks == 1 else BLOCK_WARPS
-    launch(
-        kernel, (divide_up(rows, height),), *arguments, rows, length, width, **dropout_arguments(*dropout, x),
-        **constants, WIDE=x.numel() >= tiles.WIDE_FROM, ROWS=height, COLUMNS=extent // blocks,
-        num_warps=min(32, max(warps, extent // 1024)), enable_fp_fusion=True
+    launch_rows(
+        _differentiate, softmax, (key, moment, p), *lay_out(gradient, softmax), result, scale, softmax.shape[-2],
+        blocks=blocks, CAUSAL=is_causal, BLOCKS=blocks, enable_fp_fusion=True
     )  # fmt: skip
 
 
 @triton.jit
 def _normalize(
-    scores, mask, weights, softmax, scale, sizes, strides, rows, length, width, dropout, ADDED: tl.constexpr,
+    scores, mask, weights, softmax, scale, sizes, strides, length, rows, width, dropout, ADDED: tl.constexpr,
     CAUSAL: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, query, _, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)
@@ -92,7 +76,7 @@ def _normalize(
 
 @triton.jit
 def _differentiate(
-    gradient, softmax, result, scale, rows, length, width, dropout, CAUSAL: tl.constexpr, ALIGNED: tl.constexpr,
+    gradient, softmax, result, scale, length, rows, width, dropout, CAUSAL: tl.constexpr, ALIGNED: tl.constexpr,
     WIDE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, query, end, first = _find_rows(rows, length, width, CAUSAL, WIDE, ROWS)

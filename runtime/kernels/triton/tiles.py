@@ -9,9 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoptd.runtime.kernels.triton.philox import dropout_arguments
+
 TILE = 4096  # elements of a program, or of one of its turns
 WIDEST = 1024  # columns of an elementwise tile, 32 elements for each of 128 threads
 ROW_WARPS = 8  # of a kernel that reduces rows
+BLOCK_WARPS = 4  # so that a thread has 8 elements of a row's block: those of one Philox counter
 WIDE_FROM = 1 << 30  # offsets are int64 from here on: a tile may reach past its tensor
 PROGRAMS = 1024  # enough to fill a large GPU, where a program sums over many rows
 PARTIAL_ROWS, PARTIAL_COLUMNS = 32, 64  # of a tile of their sums: few columns, for many programs
@@ -58,6 +61,23 @@ def round_up(count: int) -> int:
 def lay_out(*tensors: Tensor | None) -> list[Tensor | None]:
     """Return the tensors contiguous."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+def launch_rows(
+    kernel: Any, x: Tensor, dropout: tuple[Any, ...], *arguments: Any, blocks: int = 1, **constants: Any
+) -> None:
+    """Launch a `kernel` with `arguments` over whole rows of `x`, each in so many `blocks`: a few rows a program.
+
+    `dropout` are key, moment and probability. The kernel takes the numbers of rows and columns last.
+    """
+    width = x.shape[-1]
+    rows, extent = x.numel() // width, round_up(width)
+    height, warps = max(1, TILE // extent), ROW_WARPS if blocks == 1 else BLOCK_WARPS
+    launch(
+        kernel, (divide_up(rows, height),), *arguments, rows, width, **dropout_arguments(*dropout, x), **constants,
+        WIDE=x.numel() >= WIDE_FROM, ROWS=height, COLUMNS=extent // blocks,
+        num_warps=min(32, max(warps, extent // 1024))
+    )  # fmt: skip
 
 
 def launch_tiles(
@@ -131,13 +151,19 @@ def read(at, inside):
 
 
 @triton.jit
+def number_rows(tile, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """Return the rows [ROWS, 1] of a tile."""
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    if WIDE:
+        row = row.to(tl.int64)
+    return row
+
+
+@triton.jit
 def locate_tile(number, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
     """Return a tile's rows [ROWS, 1], its first column, and which elements lie inside; tiles count along rows first."""
     blocks = tl.cdiv(width, COLUMNS)
-    row = number // blocks * ROWS
-    if WIDE:
-        row = row.to(tl.int64)
-    row = row + tl.arange(0, ROWS)[:, None]
+    row = number_rows(number // blocks, WIDE, ROWS)
     start = number % blocks * COLUMNS
     return row, start, (row < rows) & (start + tl.arange(0, COLUMNS) < width)
 
