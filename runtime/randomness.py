@@ -99,13 +99,7 @@ def _mix(product: Words, word: Words, key: Any) -> Words:
 
 
 def mask_key(
-    operator: int,
-    shape: Sequence[int],
-    sample: Dim = 0,
-    divided: Dim = None,
-    size: int = 1,
-    index: int = 0,
-    halves: int = 1,
+    operator: int, shape: Sequence[int], sample: Dim = 0, divided: Dim = None, size: int = 1, index: int = 0
 ) -> list[int]:
     """Return the key of a mask of this rank's `shape`, as operators take it; see `draw_mask`.
 
@@ -116,8 +110,7 @@ def mask_key(
     run and whole are 1 where nothing is divided.
 
     `sample` is the batch dimension (None, and of a scalar: all share the mask of sample 0, and `sampled` is 0);
-    `divided` the dimension of which `shape` holds part `index` of `size` equal, contiguous parts. With 2 `halves` an
-    element has two numbers: the key is that of a tensor [*shape, 2].
+    `divided` the dimension of which `shape` holds part `index` of `size` equal, contiguous parts.
     """
     if not 0 <= operator < 1 << OPERATOR_BITS:
         raise ValueError(f"operator number {operator} is outside 0 to {(1 << OPERATOR_BITS) - 1}")
@@ -126,13 +119,13 @@ def mask_key(
             raise ValueError(f"{name} is {dim}, expected a dimension of {list(shape)}")
     batch_dim = sample % len(shape) if sample is not None and shape else None
     batch = 1 if batch_dim is None else shape[batch_dim]
-    inner = 1 if batch == 1 or batch_dim is None else prod(shape[batch_dim + 1 :]) * halves
+    inner = 1 if batch == 1 or batch_dim is None else prod(shape[batch_dim + 1 :])
     run, whole, start = 1, 1, 0
     if divided is not None and size > 1:
         divided %= len(shape)
         if divided == batch_dim:
             raise ValueError(f"dimension {divided} of {list(shape)} is the batch; it cannot be divided")
-        run = halves * prod(n for dim, n in enumerate(shape) if dim >= divided and dim != batch_dim)
+        run = prod(n for dim, n in enumerate(shape) if dim >= divided and dim != batch_dim)
         whole, start = run * size, run * index
     return [operator, int(batch_dim is not None), batch, inner, run, whole, start]
 
@@ -147,11 +140,12 @@ def draw_mask(key: Key, moment: Tensor, p: float, shape: Sequence[int], causal: 
 
 
 def draw_uniform(key: Key, moment: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Draw the numbers of `key`, which has two halves, at a `moment`: (n + 1/2) / 2**bits for the first bits of a word.
+    """Draw the numbers of `key` at a `moment`: (n + 1/2) / 2**bits for the first bits of a word.
 
     These are as many as a `dtype` has behind its leading one, at most 32: each number is exact, and neither 0 nor 1.
     """
-    words = _draw_whole(key, moment, None, (*shape, 2)).contiguous().view(torch.int32).squeeze(-1)
+    pairs = [*key[:3], *(2 * number for number in key[3:])]  # the key of a tensor [*shape, 2]
+    words = _draw_whole(pairs, moment, None, (*shape, 2)).contiguous().view(torch.int32).squeeze(-1)
     bits = min(32, -round(log2(torch.finfo(dtype).eps)))
     return (2 * ((words.long() & WORD) >> (32 - bits)) + 1).to(dtype) * 0.5 ** (bits + 1)
 

@@ -54,7 +54,7 @@ class KeyedDraws(TorchDispatchMode):
             own[divided] *= self._tensor
         if viewed is None and sample is not None:
             own[sample] //= len(self._first)
-        key = mask_key(DRAWS + number, own, sample=sample, halves=2)
+        key = mask_key(DRAWS + number, own, sample=sample)
         cpu = torch.device("cpu")
         moments = [Randomness(self._seed, sample=first).locate(cpu) for first in self._first]
         parts = [draw_uniform(key, moment, own, dtype) for moment in moments]

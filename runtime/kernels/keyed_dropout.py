@@ -88,13 +88,8 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     mask = ctx.p, ctx.key, ctx.moment
     of_residual = None if residual_dtype is None else gradient.to(residual_dtype)
     if ctx.key and bias_dtype is not None:
-        return (
-            *_bias_dropout_add_backward(gradient, *mask, x_dtype, bias_dtype),
-            of_residual,
-            None,
-            None,
-            None,
-        )
+        gradients = _bias_dropout_add_backward(gradient, *mask, x_dtype, bias_dtype)
+        return *gradients, of_residual, None, None, None
     of_x = bias_dropout_add_operator(gradient, None, None, *mask) if ctx.key else gradient
     of_bias = None if bias_dtype is None else sum_rows(gradient, bias_dtype)
     return of_x.to(x_dtype), of_bias, of_residual, None, None, None

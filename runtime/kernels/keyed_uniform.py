@@ -18,9 +18,8 @@ def uniform(
 
     They are keyed as the mask of `dropout` is, but drawn in evaluation too; None `sample`: all samples share them.
     """
-    key, moment = place_key(rank, x, DRAWS + operator, shape, sample=sample, divided=divided, halves=2)
-    numbers: Tensor = uniform_operator(moment, key, list(x.shape), x.dtype)
-    return numbers
+    key, moment = place_key(rank, x, DRAWS + operator, shape, sample=sample, divided=divided)
+    return uniform_operator(moment, key, list(x.shape), x.dtype)
 
 
 def _allocate(moment: Tensor, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

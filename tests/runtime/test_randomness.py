@@ -186,7 +186,7 @@ def test_an_empty_tensor_has_an_empty_mask() -> None:
 
 
 def draw(state: Randomness, operator: int, *shape: int, **place: Any) -> Tensor:
-    key = mask_key(DRAWS + operator, shape, **place, halves=2)
+    key = mask_key(DRAWS + operator, shape, **place)
     return draw_uniform(key, state.locate(CPU), shape, torch.float64)
 
 
@@ -219,6 +219,6 @@ def test_numbers_are_spread_evenly_and_no_two_tensors_share_them() -> None:
     counts = torch.histc(drawn, 20, 0, 1) - len(drawn) / 20
     assert float(counts.abs().max()) < 5 * (len(drawn) / 20) ** 0.5
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        some = draw_uniform(mask_key(DRAWS, (1 << 16,), halves=2), states[0].locate(CPU), (1 << 16,), dtype)
+        some = draw_uniform(mask_key(DRAWS, (1 << 16,)), states[0].locate(CPU), (1 << 16,), dtype)
         assert 0 < float(some.min()) < 0.01
         assert 0.99 < float(some.max()) < 1
