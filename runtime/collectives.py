@@ -78,7 +78,7 @@ def copied_split_linear(
     rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool = False
 ) -> Tensor:
     """Compute `kernels.split_linear` of f(x), with f's all-reduce beside the weights' gradients."""
-    return multiply(rank, SplitLinear(sections, transposed), x, [weight], [bias])[0]
+    return multiply(rank, SplitLinear(transposed, sections=sections), x, [weight], [bias])[0]
 
 
 COPIED = (copied_linear, copied_linears, copied_linear_gelu, copied_split_linear)

@@ -98,16 +98,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[2:]
 
 
-def _differentiate_bias_gelu(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *_bias_gelu_backward(gradient, *ctx.saved_tensors, *ctx.options), None, None
+def _call(backward: Callable[..., Any], ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return *backward(gradient, *ctx.saved_tensors, *ctx.options), *[None] * len(ctx.options)
 
 
-def _differentiate_gated_product(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gated_product_backward(gradient, *ctx.saved_tensors, *ctx.options), None
-
-
-_bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_save)
-_gated_product.register_autograd(_differentiate_gated_product, setup_context=_save)
+_bias_gelu.register_autograd(partial(_call, _bias_gelu_backward), setup_context=_save)
+_gated_product.register_autograd(partial(_call, _gated_product_backward), setup_context=_save)
 
 
 def _activate(x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVER_PI) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +45,11 @@ def split_linear(
     A packed query, key and value then need no copy to be read head by head. `weight` is [out, in], or [in, out] where
     `transposed`. One batched product, on a CPU one for each part; no concatenation in the backward.
     """
-    return multiply(None, SplitLinear(sections, transposed), x, [weight], [bias])[0]
+    return multiply(None, SplitLinear(transposed, sections=sections), x, [weight], [bias])[0]
 
 
 def multiply(
-    rank: Rank | None, product: Product, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    rank: Rank | None, product: Linear, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """Compute `product` of x, or of ``copy_to_tensor(rank, x)``, with each weight and its bias."""
     return _Products.apply(rank, product, x, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
@@ -69,7 +69,7 @@ class Linear:
         return [(_rows(gradient), weight.t() if self.transposed else weight)]
 
     def differentiate_weight(self, own: Tensor | None, gradient: Tensor, x: Tensor) -> Tensor | None:
-        """Return the gradient of the weight; None where it was added to the weight's `own` sum."""
+        """Return the gradient of the weight, laid out as it is; None where it was added to the weight's `own` sum."""
         left, right = map(_rows, (x, gradient) if self.transposed else (gradient, x))
         if own is None:
             return _multiply(left.t(), right, self.scale)
@@ -94,12 +94,10 @@ class AddedLinear(Linear):
 
 
 @dataclass(frozen=True)
-class SplitLinear:
+class SplitLinear(Linear):
     """The products of a `split_linear` in `sections`, forward and for each gradient."""
 
-    sections: int
-    transposed: bool
-    scale: ClassVar[float] = 1.0
+    sections: int = 1
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         parts = self._parts(weight)
@@ -112,7 +110,6 @@ class SplitLinear:
         return list(zip(self._split(gradient), self._parts(weight).transpose(1, 2), strict=True))
 
     def differentiate_weight(self, own: Tensor | None, gradient: Tensor, x: Tensor) -> Tensor | None:
-        """Return the gradient of the weight, laid out as it is; None where it was added to the weight's `own` sum."""
         rows, parts = _rows(x), self._split(gradient)
         if own is not None:
             for part, columns in zip(self._parts(own), parts, strict=True):
@@ -131,9 +128,6 @@ class SplitLinear:
 
     def _split(self, gradient: Tensor) -> Tensor:
         return gradient.reshape(self.sections, -1, gradient.shape[-1])
-
-
-Product = Linear | SplitLinear
 
 
 def add_product(own: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
@@ -166,7 +160,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rank: Rank | None, product: Product, x: Tensor, *parameters: Any
+        ctx: Any, rank: Rank | None, product: Linear, x: Tensor, *parameters: Any
     ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]

@@ -32,8 +32,6 @@ def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_
     `weight` [ceil(V / t), h] holds rows index * ceil(V / t) on; the last rank's may be padded. An id outside
     0 to V - 1 is torch's own IndexError on every rank. The row `padding_idx` (-1: none) gets no gradient.
     """
-    if rank.group("tensor").size == 1:
-        return lookup(weight, ids, padding_idx)
     local, elsewhere = localize(rank, len(weight), ids, vocabulary)
     start, own = own_columns(rank, len(weight), vocabulary)
     own_padding = padding_idx - start if start <= padding_idx < start + own else -1
