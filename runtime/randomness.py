@@ -7,8 +7,7 @@ counter gives four 32-bit words, whose halves, low one first, are the 16-bit num
 - key: the seed's low and high word;
 - counter word 0: block = element // 8, its low 32 bits, where element is the row-major index within ONE
   sample's whole (undivided) tensor, the batch dimension left out;
-- counter word 1: the operator's number (of one that draws numbers: from `DRAWS` on), and the block's higher bits from
-  bit 24 on;
+- counter word 1: the operator's number (from `DRAWS` on if it draws numbers), from bit 24 on the block's higher bits;
 - counter words 2 and 3: the global sample index, and the number of the call.
 
 A number of 32 bits is that of two elements, low half first: those of a tensor [.., 2].
@@ -131,8 +130,7 @@ def mask_key(
 
 
 def draw_mask(key: Key, moment: Tensor, p: float, shape: Sequence[int], causal: bool = False) -> Tensor:
-    """Draw the mask of `key` at a `moment` as a bool tensor of `shape`: an element is kept when its number is at least
-    p * 2**16.
+    """Draw the mask of `key` at a `moment`, bool of `shape`: an element is kept if its number is at least p * 2**16.
 
     Where it is for `causal` scores [.., queries, keys], elements that no query sees may be left out: False.
     """

@@ -92,7 +92,7 @@ def keyed_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 # The proof
 
 
-def attention_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+def _placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     """Attention is done head by head: heads may be divided, positions and head size not."""
     tensors = tensor_arguments(node)
     for tensor in tensors:
@@ -119,7 +119,7 @@ def _spread_heads(tensor: fx.Node, node: fx.Node, placements: proof.Placements) 
 
 def _softmax_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     proof.refuse_partial(node, placements)
-    placement = attention_placed(node, placements)
+    placement = _placed(node, placements)
     if argument(node, 5, "p", 0.0):
         proof.check_key(placement, argument(node, 8, "divided"))
     return placement
@@ -180,16 +180,12 @@ def _rotary_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> 
     return differentiate(node, value, wanted, node.all_input_nodes[1:])
 
 
-def _attention_copies(given: Sequence[Any], value: Any) -> int:
+def _copies(given: Sequence[Any], value: Any) -> int:
     return sum(float_bytes(x) for x in given[:3] if x.stride(-1) != 1)
 
 
 _FUSED = OperatorRules(
-    placed=attention_placed,
-    work=_attend,
-    backward=_attend_backward,
-    copies=_attention_copies,
-    traits=Trait.FUSED_ATTENTION,
+    placed=_placed, work=_attend, backward=_attend_backward, copies=_copies, traits=Trait.FUSED_ATTENTION
 )
 RULES: Mapping[Any, OperatorRules] = {
     aten.scaled_dot_product_attention: replace(

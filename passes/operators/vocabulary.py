@@ -70,8 +70,7 @@ def _embedding_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacem
     placement = proof.read(node.args[0], placements)
     if placement.dim == 0:
         raise proof.PlacementError(
-            f"looks up rows of {node.args[0]}, whose rows are divided over the tensor ranks: expected "
-            "kernels.embedding"
+            f"looks up rows of {node.args[0]}, which are divided over the tensor ranks: expected kernels.embedding"
         )
     return proof.UNKNOWN if placement.dim is None else replace(placement, dim=len(shape_of(node)) - 1)
 

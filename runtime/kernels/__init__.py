@@ -5,10 +5,9 @@ turn a `Rank` into a mask key (`randomness.mask_key`: a list of ints); below the
 ``torch.ops.autoptd.<name>`` and ``<name>_backward`` with their meaning in plain torch, made by
 `registration.define_operator`, each with a fake implementation, and an autograd formula. A function of the same name in
 triton/ is the operator's Triton form: where it can run, it takes the operator's arguments and, last, the results that
-the fake implementation allocates, and fills these.
-Autocast has no say: it is off in a step, and a program's casts are written out. A mask is not saved but drawn again in
-backward, by `randomness.draw_mask` or inside a Triton kernel by `triton.philox.drop`. Results have the strides of
-``torch.empty_like(x)``, or are contiguous where rows are reduced.
+the fake implementation allocates, and fills these. Autocast has no say: it is off in a step, and a program's casts are
+written out. A mask is not saved but drawn again in backward, by `randomness.draw_mask` or inside a Triton kernel by
+`triton.philox.drop`. Results have the strides of ``torch.empty_like(x)``, or are contiguous where rows are reduced.
 """
 
 from autoptd.runtime.kernels.activation import bias_gelu, gated_product, linear_gelu

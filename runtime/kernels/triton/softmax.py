@@ -1,8 +1,7 @@
 """Scale, mask, softmax and keyed dropout in Triton, forward and backward.
 
-A program holds a tile of rows in registers, and reads them once. What a causal row may not see is not read, but for
-the rest of a 16-byte word. To draw its mask takes longer than to read it: backward draws blocks of a row, as far as it
-sees.
+A program holds a tile of rows in registers, and reads them once. What a causal row may not see is not read, but for the
+rest of a 16-byte word. To draw its mask takes longer than to read it: backward draws blocks of what a row sees.
 """
 
 from typing import Any

@@ -22,14 +22,14 @@ PARTIAL_ROWS, PARTIAL_COLUMNS = 32, 64  # of a tile of their sums: few columns, 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, dropout: Any = (), **constants: Any) -> None:
     """Launch `kernel` on a `grid` of programs, past Triton's own search where it has compiled such a launch before.
 
     That takes 40 microseconds. Triton compiles for the constants and for each argument's `_kind`, on one device; the
-    stream is the one that is current. Its interpreter compiles nothing. `dropout` is the last of the arguments.
+    stream is the one that is current. Its interpreter compiles nothing. `dropout`, if a kernel has any, comes last.
     """
-    if "dropout" in constants:
-        arguments = (*arguments, constants.pop("dropout"))
+    if dropout != ():
+        arguments = (*arguments, dropout)
     key = (id(kernel), *map(_kind, arguments), *constants.values())
     compiled = _compiled.get(key)
     if compiled is None:
