@@ -192,18 +192,12 @@ def _work(node: fx.Node, value: Value, numbers: int) -> Work:
     return Work(elementwise=count, read=read, written=2 * size, reduced=numbers * size, launches=1)
 
 
-def _whole_loss_work(node: fx.Node, value: Value) -> Work:
-    """log_softmax, whose result is kept, and the loss of it."""
+def _whole_loss(node: fx.Node, value: Value, *wanted: Sequence[fx.Node]) -> Work:
+    """log_softmax, whose result is kept, and the loss of it; backward the gradients of both, each as large."""
     logits, target = tensor_arguments(node)[:2]
     size = value.bytes(logits)
-    return Work(elementwise=value.count(logits), read=size + value.bytes(target), written=size, launches=2)
-
-
-def _whole_loss_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    """The loss's gradient, zero but for the targets, and log_softmax's from it and its result."""
-    logits = tensor_arguments(node)[0]
-    size = value.bytes(logits)
-    return Work(elementwise=value.count(logits), read=2 * size, written=2 * size, launches=2)
+    read, written = (2 * size, 2 * size) if wanted else (size + value.bytes(target), size)
+    return Work(elementwise=value.count(logits), read=read, written=written, launches=2)
 
 
 _CLASSES = Trait.PADDING_SAFE | Trait.KNOWS_SIZE
@@ -249,7 +243,7 @@ RULES: Mapping[Any, OperatorRules] = {
         axes=_gather_axes, local=if_divided(_gather_local), order=_gather_order, traits=_NUMBERED
     ),
     aten.cross_entropy_loss: replace(
-        _LOSS, placed=_whole_scores_placed, work=_whole_loss_work, backward=_whole_loss_backward
+        _LOSS, placed=_whole_scores_placed, work=_whole_loss, backward=_whole_loss
     ),
     **dict.fromkeys((aten.nll_loss, aten.nll_loss_nd), _LOSS),
     kernels.cross_entropy: _kernel("aten.cross_entropy_loss", 3, 1),

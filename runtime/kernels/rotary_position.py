@@ -12,7 +12,7 @@ from autoptd.runtime.kernels.registration import define_operator
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Compute ``x * cos + rotate(x) * sin`` on the first elements of each row; the others stay as they are.
 
-    `x` is [..., s, d], as many of its elements turn as `cos` and `sin` [..., s, r] have, broadcast against it. ``rotate``
+    `x` is [..., s, d], as many of its elements turn as `cos` and `sin` [..., s, r] have, spread over it. ``rotate``
     makes of the halves (a, b) of the r elements (-b, a), and with `interleaved` the same of each pair. Dtypes are
     promoted as by ``*``. Raises ValueError on other shapes, and for tables that require a gradient.
     """

@@ -88,21 +88,21 @@ def launch_tiles(
     sums: Tensor | None = None,
     **constants: Any,
 ) -> None:
-    """Let an elementwise `kernel` fill `results` from `inputs`, all of one shape [.., width]; None leaves an input out.
+    """Let an elementwise `kernel` fill `results` from `inputs`, all of one shape [.., width]; None leaves others out.
 
     It takes these, `others`, the numbers of rows and columns, and the distance of each input's rows; it writes results
     that are contiguous, which are copied where they are not to be. A program has one tile. But where there are `sums`
     [width], over rows, it has several below each other, and takes two more arguments: where its own sum goes,
     float32, and how many tiles it has.
     """
-    first = next(x for x in inputs if x is not None)
+    first: Any = inputs[0]
     width = first.shape[-1] if first.dim() else 1
     count = first.numel() // width
     rows = [x if x is None or x.is_contiguous() else as_rows(x) for x in inputs]
     strides = [0 if x is None else width if x.is_contiguous() else x.stride(0) for x in rows]
     written = [result if result.is_contiguous() else result.new_empty(result.shape) for result in results]
     wide = count * max(width, *strides) >= WIDE_FROM
-    above, beside, turns, tile = _plan_tiles(count, width, wide, None if sums is None else PROGRAMS)
+    above, beside, turns, tile = _plan_tiles(count, width, wide, sums is not None)
     if sums is not None:
         partial = torch.empty(above, width, dtype=torch.float32, device=sums.device)
         others = (*others, partial, turns)
@@ -125,17 +125,12 @@ def add_partial(partial: Tensor, sums: Tensor) -> None:
 
 
 @lru_cache(maxsize=1 << 12)
-def _plan_tiles(
-    count: int, width: int, wide: bool, programs: int | None
-) -> tuple[int, int, int, dict[str, Any]]:
-    """Return how many programs, of at most so many, lie above and beside each other; each one's tiles, and constants.
-
-    Where `programs` are None each has one tile.
-    """
+def _plan_tiles(count: int, width: int, wide: bool, sums: bool) -> tuple[int, int, int, dict[str, Any]]:
+    """Return how many programs lie above and beside each other, how many tiles each has, and constants."""
     columns = min(WIDEST, max(4, round_up(width)))
     height = min(TILE // columns, round_up(count))
     above, beside = divide_up(count, height), divide_up(width, columns)
-    turns = 1 if programs is None else divide_up(above, max(1, min(above, programs // beside)))
+    turns = divide_up(above, max(1, min(above, PROGRAMS // beside))) if sums else 1
     return divide_up(above, turns), beside, turns, {"ROWS": height, "COLUMNS": columns, "WIDE": wide}
 
 
