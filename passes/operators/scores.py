@@ -144,7 +144,7 @@ def _loss_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
 # The proof
 
 
-def _whole_scores_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+def _whole_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     if proof.read(node.args[0], placements) is proof.UNKNOWN:
         return proof.UNKNOWN
     raise proof.PlacementError(
@@ -242,9 +242,7 @@ RULES: Mapping[Any, OperatorRules] = {
     aten.gather: OperatorRules(
         axes=_gather_axes, local=if_divided(_gather_local), order=_gather_order, traits=_NUMBERED
     ),
-    aten.cross_entropy_loss: replace(
-        _LOSS, placed=_whole_scores_placed, work=_whole_loss, backward=_whole_loss
-    ),
+    aten.cross_entropy_loss: replace(_LOSS, placed=_whole_placed, work=_whole_loss, backward=_whole_loss),
     **dict.fromkeys((aten.nll_loss, aten.nll_loss_nd), _LOSS),
     kernels.cross_entropy: _kernel("aten.cross_entropy_loss", 3, 1),
     kernels.nll_loss: _kernel("aten.nll_loss_nd", 1, 1),

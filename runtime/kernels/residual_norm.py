@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add_operator, find_key
-from autoptd.runtime.kernels.operands import check_rows, promote, sum_rows, widen
+from autoptd.runtime.kernels.operands import Operand, check_rows, promote, sum_rows, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 from autoptd.runtime.randomness import Dim, Key, Shape
 
 _EXACT = ({torch.float32}, {torch.float64})  # dtypes in which torch's own norm rounds as ours
 
 # What is added to x before its norm: bias and residual, and the dropout's probability, key and moment.
-Added = tuple[Tensor | None, Tensor | None, float, Key, Tensor | None]
+Added = tuple[Operand, Operand, float, Key, Operand]
 _NOTHING: Added = None, None, 0.0, [], None
 
 
@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     return _sum_and_norm("rms_norm", x, weight, None, eps, _NOTHING)[1]
 
 
-def layer_norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, norm_bias: Operand = None, eps: float = 1e-5) -> Tensor:
     """Subtract from the rows of `x` [.., h] their mean, divide by their deviation, multiply by `weight` [h], and add
     `norm_bias` [h]; in half precision all in float32."""
     return _sum_and_norm("layer_norm", x, weight, norm_bias, eps, _NOTHING)[1]
@@ -44,10 +44,10 @@ def add_layer_norm(
     rank: Rank,
     x: Tensor,
     weight: Tensor,
-    norm_bias: Tensor | None = None,
+    norm_bias: Operand = None,
     eps: float = 1e-5,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    bias: Operand = None,
+    residual: Operand = None,
     p: float = 0.0,
     operator: int = 0,
     sample: Dim = 0,
@@ -68,8 +68,8 @@ def add_rms_norm(
     x: Tensor,
     weight: Tensor,
     eps: float | None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    bias: Operand = None,
+    residual: Operand = None,
     p: float = 0.0,
     operator: int = 0,
     sample: Dim = 0,
@@ -82,7 +82,7 @@ def add_rms_norm(
 
 
 def _sum_and_norm(
-    kernel: str, x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float | None, added: Added
+    kernel: str, x: Tensor, weight: Tensor, norm_bias: Operand, eps: float | None, added: Added
 ) -> tuple[Tensor, Tensor]:
     bias, residual, _, key, _ = added
     check_rows(kernel, {"x": x, "residual": residual}, weight=weight, norm_bias=norm_bias, bias=bias)
@@ -99,7 +99,7 @@ def _sum_and_norm(
     return total if adds else x, normed
 
 
-def _adds(bias: Tensor | None, residual: Tensor | None, key: Key) -> bool:
+def _adds(bias: Operand, residual: Operand, key: Key) -> bool:
     return bias is not None or residual is not None or bool(key)
 
 
@@ -115,13 +115,13 @@ def _allocate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _add_norm(
     x: Tensor,
     weight: Tensor,
-    norm_bias: Tensor | None,
+    norm_bias: Operand,
     eps: float,
-    bias: Tensor | None,
-    residual: Tensor | None,
+    bias: Operand,
+    residual: Operand,
     p: float,
     key: Key,
-    moment: Tensor | None,
+    moment: Operand,
     centers: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``dropout(x + bias) + residual``, its LayerNorm (`centers`) or RMSNorm, and mean and factor of each row.
@@ -149,14 +149,14 @@ def _allocate_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 @define_operator("add_norm_backward", _allocate_gradients, triton="norm")
 def _add_norm_backward(
     d_normed: Tensor,
-    d_added: Tensor | None,
+    d_added: Operand,
     added: Tensor,
     weight: Tensor,
-    mean: Tensor | None,
+    mean: Operand,
     scale: Tensor,
     p: float,
     key: Key,
-    moment: Tensor | None,
+    moment: Operand,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the sum and of x, empty where not `wanted`, and below each other those vectors that are.
@@ -202,9 +202,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.dtypes = [value.dtype if isinstance(value, Tensor) else None for value in inputs]
 
 
-def _differentiate(
-    ctx: Any, d_added: Tensor | None, d_normed: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, d_added: Operand, d_normed: Operand, *_: None) -> tuple[Operand, ...]:
     added, *saved = ctx.saved_tensors
     if d_normed is None:
         d_normed = added.new_zeros(added.shape)

@@ -261,9 +261,7 @@ def _losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tensor, own: 
     return rows[2].log() - rows[3]
 
 
-@define_operator(
-    "cross_entropy_rows_backward", lambda _, x, *others: x.new_empty(x.shape), triton="cross_entropy"
-)
+@define_operator("cross_entropy_rows_backward", lambda f, x, *_: x.new_empty(x.shape), triton="cross_entropy")
 def _gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
     """Return softmax - one_hot of the own columns times the row's `factor`, in the dtype of `logits`; padding has 0."""
     result = logits.new_empty(logits.shape)

@@ -34,10 +34,8 @@ INTERPRETED = 3, 232_448  # processors, and bytes that a program may share on ea
 
 def add_norm(*arguments: Any) -> None:
     x, weight, norm_bias, eps, bias, residual, p, key, moment, _, results = arguments
-    operands = lay_out(x, bias, residual, weight, norm_bias)
-    tiles.launch_rows(
-        _normalize, x, (key, moment, p), *operands, *_filled(results), eps, enable_fp_fusion=False
-    )
+    given = lay_out(x, bias, residual, weight, norm_bias)
+    tiles.launch_rows(_normalize, x, (key, moment, p), *given, *_filled(results), eps, enable_fp_fusion=False)
 
 
 def add_norm_backward(*arguments: Any) -> None:

@@ -1,6 +1,5 @@
 """Tiles of Triton kernels over [.., width] tensors, whole rows or parts of rows, and their launch."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoptd.runtime.kernels.operands import Operand
 from autoptd.runtime.kernels.triton.philox import dropout_arguments
 
 TILE = 4096  # elements of a program, or of one of its turns
@@ -58,7 +58,7 @@ def round_up(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def lay_out(*tensors: Tensor | None) -> list[Tensor | None]:
+def lay_out(*tensors: Operand) -> list[Operand]:
     """Return the tensors contiguous."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
@@ -81,12 +81,7 @@ def launch_rows(
 
 
 def launch_tiles(
-    kernel: Any,
-    inputs: Sequence[Tensor | None],
-    results: Sequence[Tensor],
-    *others: Any,
-    sums: Tensor | None = None,
-    **constants: Any,
+    kernel, inputs: list[Operand], results: list[Tensor], *others: Any, sums: Operand = None, **constants: Any
 ) -> None:
     """Let an elementwise `kernel` fill `results` from `inputs`, all of one shape [.., width]; None leaves others out.
 
