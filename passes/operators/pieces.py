@@ -222,13 +222,6 @@ _SLICE = replace(
 )
 _SPLIT = replace(_SLICE, local=_split_local, order=resize_order(2))
 _JOIN = OperatorRules(axes=_join_axes, order=_join_order, keeps="nothing", traits=_SAFE | Trait.LINEAR)
-_REPEAT = OperatorRules(
-    axes=_repeat_axes,
-    local=_repeat_local,
-    placed=_repeat_placed,
-    order=resize_order(2, None),
-    keeps="nothing",
-)
 
 RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.slice, aten.narrow), replace(_SLICE, traits=_SAFE | Trait.TAKES)),
@@ -236,7 +229,13 @@ RULES: Mapping[Any, OperatorRules] = {
     aten.tensor_split: replace(_SPLIT, of_partial=proof.refuse_partial),
     **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), replace(_JOIN, placed=_cat_placed)),
     aten.stack: replace(_JOIN, placed=_stack_placed),
-    aten.repeat_interleave: _REPEAT,
+    aten.repeat_interleave: OperatorRules(
+        axes=_repeat_axes,
+        local=_repeat_local,
+        placed=_repeat_placed,
+        order=resize_order(2, default=None),
+        keeps="nothing",
+    ),
     **dict.fromkeys((aten.slice_scatter, aten.select_scatter), OperatorRules(axes=_scatter_axes)),
     operator.getitem: OperatorRules(
         axes=lambda axis_map, node: axis_map.axes[node.args[0]][node.args[1]],  # type: ignore[index]

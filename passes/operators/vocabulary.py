@@ -21,7 +21,7 @@ from autoptd.runtime.program.placement import AxisPlacement
 # Axes
 
 
-def _embedding_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
+def _lookup_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Contract the vocabulary in a lookup: one-hot(ids) x weight."""
     weight, ids = axis_map.of(node.args[0]), axis_map.of(node.args[1])
     axis_map.contract_classes(node, weight[0])
@@ -54,7 +54,7 @@ def _picks(node: fx.Node) -> dict[int, fx.Node]:
 # One rank's call
 
 
-def _embedding_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
+def _lookup_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
     """Vocabulary-parallel lookup: each rank looks up what its rows hold, the sum is the embedding."""
     padding = argument(node, 2, "padding_idx", -1)
     known = (axis.size, padding) if padding >= 0 else (axis.size,)
@@ -65,7 +65,7 @@ def _embedding_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.N
 # The proof
 
 
-def _embedding_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+def _lookup_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     """Prove a plain lookup: columns of the table may be divided, rows not."""
     placement = proof.read(node.args[0], placements)
     if placement.dim == 0:
@@ -87,7 +87,7 @@ def _index_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
 # The sequence-first layout
 
 
-def _embedding_order(writer: LayoutWriter, node: fx.Node) -> Written:
+def _lookup_order(writer: LayoutWriter, node: fx.Node) -> Written:
     weight, ids, *rest = node.args
     new = writer.write((writer.restore(weight), writer.value(ids), *rest), node.kwargs)
     return new, ids in writer.transposed
@@ -96,7 +96,7 @@ def _embedding_order(writer: LayoutWriter, node: fx.Node) -> Written:
 # Costs
 
 
-def _embedding_work(node: fx.Node, value: Value) -> Work:
+def _lookup_work(node: fx.Node, value: Value) -> Work:
     """Of the table only the rows looked up; a divided table's are masked once more."""
     ids = tensor_arguments(node)[1]
     passes = 2 if node.target is kernels.embedding else 1
@@ -104,7 +104,7 @@ def _embedding_work(node: fx.Node, value: Value) -> Work:
     return Work(read=size + value.bytes(ids), written=size, launches=passes)
 
 
-def _embedding_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+def _lookup_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """A whole table of zeros, to whose rows gradients are added."""
     table, ids = tensor_arguments(node)[:2]
     passes, size = 2 if node.target is kernels.embedding else 1, value.bytes(node)
@@ -113,13 +113,9 @@ def _embedding_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) 
 
 
 _PADDED = Trait.PADDING_SAFE | Trait.KNOWS_SIZE | Trait.NUMBERS
-_LOOKUP = OperatorRules(
-    placed=_embedding_placed, work=_embedding_work, backward=_embedding_backward, traits=_PADDED
-)
+_LOOKUP = OperatorRules(placed=_lookup_placed, work=_lookup_work, backward=_lookup_backward, traits=_PADDED)
 RULES: Mapping[Any, OperatorRules] = {
-    aten.embedding: replace(
-        _LOOKUP, axes=_embedding_axes, local=if_divided(_embedding_local), order=_embedding_order
-    ),
+    aten.embedding: replace(_LOOKUP, axes=_lookup_axes, local=if_divided(_lookup_local), order=_lookup_order),
     kernels.lookup: _LOOKUP,
     kernels.embedding: replace(
         _LOOKUP, placed=proof.divided(0, proof.PARTIAL, "aten.embedding"), traits=Trait.ANY_PLACEMENT

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
-from autoptd.runtime.kernels.triton.tiles import (
-    ROW_WARPS,
-    TILE,
-    divide_up,
-    lay_out,
-    number_rows,
-    read,
-    round_up,
-)
+from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, TILE, lay_out, number_rows, read
 
 HELD = 8192  # columns that fit into a processor's registers beside their three sums
 STAGES = 3  # tiles of which one is computed, and the others are under way
@@ -44,7 +36,7 @@ def add_norm_backward(*arguments: Any) -> None:
     rows = added.numel() // width
     tile = plan_backward(width, added.itemsize, means is not None, d_added is not None, added.device)
     processors, _ = _describe(added.device)
-    programs = min(divide_up(rows, tile["ROWS"]), processors)
+    programs = min(tiles.divide_up(rows, tile["ROWS"]), processors)
     of_sum, of_x, vectors = results
     apart = wanted[4] and not tile["HELD"]
     held = vectors[:-1] if apart else vectors
@@ -73,7 +65,7 @@ def plan_backward(width: int, item: int, centers: bool, adds: bool, device: torc
     the bytes of an element. A row too wide for the registers is not HELD there, beside the sums, but read again from
     the cache. Only STAGES, which change no sum, may depend on whether a gradient is added.
     """
-    extent = max(4, round_up(width))
+    extent = max(4, tiles.round_up(width))
     blocks = 3 if extent > TILE and 4 * width <= 3 * extent else 1
     columns = extent // 4 if blocks == 3 else extent
     extent = blocks * columns
