@@ -122,9 +122,7 @@ class Localizer:
             change_info(new, placement=as_results(node, found))
         return new
 
-    def add(
-        self, target: Any, args: tuple[Any, ...], like: fx.Node, *, name: str, partial: bool = False
-    ) -> fx.Node:
+    def add(self, target: Any, args: Any, like: fx.Node, *, name: str, partial: bool = False) -> fx.Node:
         """Add a further node, at the place of `like` in the user's model."""
         new = self.graph.create_node("call_function", target, args, {}, name=name)
         placement = PARTIAL_SUM if partial else REPLICATED

@@ -201,7 +201,7 @@ def _whole_loss(node: fx.Node, value: Value, *wanted: Sequence[fx.Node]) -> Work
 
 
 _CLASSES = Trait.PADDING_SAFE | Trait.KNOWS_SIZE
-_NUMBERED = _CLASSES | Trait.NUMBERS
+_ROWS = _CLASSES | Trait.NUMBERS
 _OURS = Trait.ANY_PLACEMENT | Trait.SUMS_RANKS
 _SOFTMAX = OperatorRules(
     axes=_softmax_axes,
@@ -215,14 +215,10 @@ _LOGARITHM = replace(
     _SOFTMAX, local=if_divided(partial(_softmax_local, logarithm=True)), traits=_CLASSES | Trait.LOG_SOFTMAX
 )
 _REDUCED = OperatorRules(
-    axes=mapped_axes("reduces over it", _contract_one), placed=over_placed(reduced_dims), traits=_NUMBERED
+    axes=mapped_axes("reduces over it", _contract_one), placed=over_placed(reduced_dims), traits=_ROWS
 )
 _LOSS = OperatorRules(
-    axes=_loss_axes,
-    local=if_divided(_loss_local),
-    order=_loss_order,
-    copies=contiguous_copies,
-    traits=_NUMBERED,
+    axes=_loss_axes, local=if_divided(_loss_local), order=_loss_order, copies=contiguous_copies, traits=_ROWS
 )
 
 
@@ -240,7 +236,7 @@ RULES: Mapping[Any, OperatorRules] = {
     aten.logsumexp: replace(_REDUCED, local=if_divided(_logsumexp_local), order=drop_order, traits=_CLASSES),
     **dict.fromkeys((aten.max, aten.argmax), replace(_REDUCED, local=if_divided(_maximum_local))),
     aten.gather: OperatorRules(
-        axes=_gather_axes, local=if_divided(_gather_local), order=_gather_order, traits=_NUMBERED
+        axes=_gather_axes, local=if_divided(_gather_local), order=_gather_order, traits=_ROWS
     ),
     aten.cross_entropy_loss: replace(_LOSS, placed=_whole_placed, work=_whole_loss, backward=_whole_loss),
     **dict.fromkeys((aten.nll_loss, aten.nll_loss_nd), _LOSS),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.operands import allocate_promoted, check_rows, promote, sum_rows
+from autoptd.runtime.kernels.operands import Operand, allocate_promoted, check_rows, promote, sum_rows
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 from autoptd.runtime.randomness import Dim, Key, Shape, draw_mask, mask_key
 
@@ -26,8 +26,8 @@ def dropout(
 def bias_dropout_add(
     rank: Rank,
     x: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
+    bias: Operand = None,
+    residual: Operand = None,
     p: float = 0.0,
     operator: int = 0,
     sample: Dim = 0,
@@ -44,13 +44,11 @@ def bias_dropout_add(
     if not key and (runs_plainly(x) or (bias is None and residual is None)):
         total = x if bias is None else x + bias
         return total if residual is None else residual + total
-    return bias_dropout_add_operator(x, bias, residual, p, key, moment)
+    return drop_and_add(x, bias, residual, p, key, moment)
 
 
 @define_operator("bias_dropout_add", allocate_promoted, triton="elementwise")
-def bias_dropout_add_operator(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, key: Key, moment: Tensor | None
-) -> Tensor:
+def drop_and_add(x: Tensor, bias: Operand, residual: Operand, p: float, key: Key, moment: Operand) -> Tensor:
     """Compute `bias_dropout_add`; nothing is dropped where `key` is empty and the `moment` None."""
     dtype = promote(x, bias, residual)
     total = x if bias is None else x + bias
@@ -73,7 +71,7 @@ def _bias_dropout_add_backward(
     gradient: Tensor, p: float, key: Key, moment: Tensor, x_dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and bias; without a bias, backward is the dropout itself."""
-    of_total = bias_dropout_add_operator(gradient, None, None, p, key, moment)
+    of_total = drop_and_add(gradient, None, None, p, key, moment)
     return of_total.to(x_dtype), sum_rows(of_total, bias_dtype)
 
 
@@ -83,24 +81,24 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtypes = [None if operand is None else operand.dtype for operand in operands]
 
 
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Operand, ...]:
     x_dtype, bias_dtype, residual_dtype = ctx.dtypes
     mask = ctx.p, ctx.key, ctx.moment
     of_residual = None if residual_dtype is None else gradient.to(residual_dtype)
     if ctx.key and bias_dtype is not None:
         gradients = _bias_dropout_add_backward(gradient, *mask, x_dtype, bias_dtype)
         return *gradients, of_residual, None, None, None
-    of_x = bias_dropout_add_operator(gradient, None, None, *mask) if ctx.key else gradient
+    of_x = drop_and_add(gradient, None, None, *mask) if ctx.key else gradient
     of_bias = None if bias_dtype is None else sum_rows(gradient, bias_dtype)
     return of_x.to(x_dtype), of_bias, of_residual, None, None, None
 
 
-bias_dropout_add_operator.register_autograd(_differentiate, setup_context=_save)
+drop_and_add.register_autograd(_differentiate, setup_context=_save)
 
 
 def find_key(
     rank: Rank, x: Tensor, p: float, operator: int, sample: Dim, divided: Dim, shape: Shape
-) -> tuple[list[int], Tensor | None]:
+) -> tuple[list[int], Operand]:
     """Return key and moment of the mask of `x`, for the arguments of `dropout`; [] and None where nothing drops."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability is {p}, expected 0 to 1")

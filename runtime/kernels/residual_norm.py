@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add_operator, find_key
+from autoptd.runtime.kernels.keyed_dropout import drop_and_add, find_key
 from autoptd.runtime.kernels.operands import Operand, check_rows, promote, sum_rows, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 from autoptd.runtime.randomness import Dim, Key, Shape
@@ -130,7 +130,7 @@ def _add_norm(
     """
     added = x.new_empty(0)
     if _adds(bias, residual, key):
-        added = x = bias_dropout_add_operator(x, bias, residual, p, key, moment).contiguous()
+        added = x = drop_and_add(x, bias, residual, p, key, moment).contiguous()
     wide = x.contiguous().to(widen(x.dtype))
     if centers:
         offset = None if norm_bias is None else norm_bias.to(wide.dtype)
@@ -173,7 +173,7 @@ def _add_norm_backward(
     total = total.to(added.dtype)
     if d_added is not None:
         total.add_(d_added)
-    own = bias_dropout_add_operator(total, None, None, p, key, moment) if key else total
+    own = drop_and_add(total, None, None, p, key, moment) if key else total
     vectors.append(sum_rows(own, scale.dtype) if wanted[4] else None)
     found = [vector for vector, want in zip(vectors, wanted[2:], strict=True) if want and vector is not None]
     total, own = (of if want else added.new_empty(0) for of, want in zip((total, own), wanted, strict=False))
