@@ -187,19 +187,14 @@ def _copies(given: Sequence[Any], value: Any) -> int:
 _FUSED = OperatorRules(
     placed=_placed, work=_attend, backward=_attend_backward, copies=_copies, traits=Trait.FUSED_ATTENTION
 )
+_SOFTMAX = OperatorRules(axes=_softmax_axes, local=keyed_local, placed=_softmax_placed, order=users_order)
 RULES: Mapping[Any, OperatorRules] = {
     aten.scaled_dot_product_attention: replace(
         _FUSED, axes=attention_axes, local=attention_local, order=users_order, mask=(3, "attn_mask")
     ),
     kernels.grouped_attention: _FUSED,
-    kernels.scaled_softmax: OperatorRules(
-        axes=_softmax_axes,
-        local=keyed_local,
-        placed=_softmax_placed,
-        order=users_order,
-        keeps="result",
-        mask=(2, "mask"),
-        traits=Trait.SOFTMAX | Trait.ANY_PLACEMENT,
+    kernels.scaled_softmax: replace(
+        _SOFTMAX, keeps="result", mask=(2, "mask"), traits=Trait.SOFTMAX | Trait.ANY_PLACEMENT
     ),
     kernels.rotary_embedding: OperatorRules(placed=_rotary_placed, backward=_rotary_backward),
 }

@@ -12,12 +12,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.kernels.operands import Operand
 
 # The attribute of a leaf in half precision that is the float32 sum of its gradients, where operators may add to it.
 SUM = "wide_sum"
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Operand = None, transposed: bool = False) -> Tensor:
     """Compute torch's ``linear`` of a parameter in half precision; `weight` is [out, in], [in, out] where `transposed`.
 
     Where the weight has a sum, the product adds its gradient there: in float32, as it was before it is rounded.
@@ -37,9 +38,7 @@ def add_linear(
     return multiply(None, AddedLinear(transposed, scale), x, [weight], [total])[0]
 
 
-def split_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool = False
-) -> Tensor:
+def split_linear(x: Tensor, weight: Tensor, bias: Operand, sections: int, transposed: bool = False) -> Tensor:
     """Compute ``linear(x, weight, bias)`` in `sections` equal parts: [sections, .., out / sections].
 
     A packed query, key and value then need no copy to be read head by head. `weight` is [out, in], or [in, out] where
@@ -49,7 +48,7 @@ def split_linear(
 
 
 def multiply(
-    rank: Rank | None, product: Linear, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    rank: Rank | None, product: Linear, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Operand]
 ) -> tuple[Tensor, ...]:
     """Compute `product` of x, or of ``copy_to_tensor(rank, x)``, with each weight and its bias."""
     return _Products.apply(rank, product, x, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
@@ -62,13 +61,13 @@ class Linear:
     transposed: bool
     scale: float = 1.0
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Operand) -> Tensor:
         return functional.linear(x, weight.t() if self.transposed else weight, bias)
 
     def terms(self, gradient: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
         return [(_rows(gradient), weight.t() if self.transposed else weight)]
 
-    def differentiate_weight(self, own: Tensor | None, gradient: Tensor, x: Tensor) -> Tensor | None:
+    def differentiate_weight(self, own: Operand, gradient: Tensor, x: Tensor) -> Operand:
         """Return the gradient of the weight, laid out as it is; None where it was added to the weight's `own` sum."""
         left, right = map(_rows, (x, gradient) if self.transposed else (gradient, x))
         if own is None:
@@ -84,7 +83,7 @@ class Linear:
 class AddedLinear(Linear):
     """The product of `add_linear`, whose total stands for the bias."""
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Operand) -> Tensor:
         assert bias is not None
         turned = weight if self.transposed else weight.t()
         return torch.addmm(_rows(bias), _rows(x), turned, alpha=self.scale).view(bias.shape)
@@ -99,7 +98,7 @@ class SplitLinear(Linear):
 
     sections: int = 1
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, weight: Tensor, bias: Operand) -> Tensor:
         parts = self._parts(weight)
         biases = None if bias is None else bias.view(self.sections, 1, parts.shape[-1])
         made = _multiply_each(_rows(x).expand(self.sections, -1, -1), parts, biases)
@@ -109,7 +108,7 @@ class SplitLinear(Linear):
         """Return pairs of matrices, one per section, whose products add up to the gradient of x's rows."""
         return list(zip(self._split(gradient), self._parts(weight).transpose(1, 2), strict=True))
 
-    def differentiate_weight(self, own: Tensor | None, gradient: Tensor, x: Tensor) -> Tensor | None:
+    def differentiate_weight(self, own: Operand, gradient: Tensor, x: Tensor) -> Operand:
         rows, parts = _rows(x), self._split(gradient)
         if own is not None:
             for part, columns in zip(self._parts(own), parts, strict=True):
@@ -142,7 +141,7 @@ def _multiply(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
 
 
-def _multiply_each(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor:
+def _multiply_each(left: Tensor, right: Tensor, added: Operand = None) -> Tensor:
     """Multiply in a batch, on a CPU one after another: of a batch of three, one of two threads would get two."""
     if left.device.type != "cpu":
         return torch.bmm(left, right) if added is None else torch.baddbmm(added, left, right)
@@ -172,7 +171,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Operand, ...]:
         x, *weights = ctx.saved_tensors
         product, measured = ctx.product, None if ctx.rank is None else ctx.rank.measured
         # If rows must be copied, then once, and not in each product that reads them.

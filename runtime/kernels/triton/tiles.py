@@ -64,7 +64,7 @@ def lay_out(*tensors: Operand) -> list[Operand]:
 
 
 def launch_rows(
-    kernel: Any, x: Tensor, dropout: tuple[Any, ...], *arguments: Any, blocks: int = 1, **constants: Any
+    kernel, x: Tensor, dropout: tuple[Any, Any, float], *arguments: Any, blocks: int = 1, **constants: Any
 ) -> None:
     """Launch a `kernel` with `arguments` over whole rows of `x`, each in so many `blocks`: a few rows a program.
 
