@@ -178,10 +178,6 @@ def view_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wor
     return Work(read=value.bytes(node), written=value.bytes(source), launches=1)
 
 
-def _reshape_copies(given: Sequence[Any], value: Any) -> int:
-    return 0 if is_view(given[0], value.shape) else float_bytes(given[0])
-
-
 _SAFE = Trait.PADDING_SAFE
 _MOVE = OperatorRules(axes=mapped_axes(), placed=move_placed, of_partial=proof.keep_partial)
 _RESHAPE = OperatorRules(
@@ -190,7 +186,7 @@ _RESHAPE = OperatorRules(
     placed=reshape_placed,
     of_partial=proof.keep_partial,
     order=_reshape_order,
-    copies=_reshape_copies,
+    copies=lambda given, value: 0 if is_view(given[0], value.shape) else float_bytes(given[0]),
     traits=_SAFE | Trait.RESHAPES,
 )
 _PERMUTE = replace(_MOVE, order=_permute_order, traits=_SAFE | Trait.PERMUTES)
