@@ -202,7 +202,7 @@ def test_a_pair_of_processes_measures_messages_on_two_cores(
         started.append((kind, ranks))
         return {}
 
-    monkeypatch.setattr(fit, "_own_cores", lambda: list(range(cores)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setattr(fit, "_measure", measure)
     monkeypatch.setattr(fit, "fit_device", lambda *words: pytest.fail("measured"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -227,7 +227,7 @@ def test_impossible_settings_are_refused_before_measuring(
     given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fit, "_measure", lambda *words: pytest.fail("measured"))
-    monkeypatch.setattr(fit, "_own_cores", lambda: [0, 1])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         autoptd.calibrate(**given)
