@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,17 +91,21 @@ class Device:
         moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
         time = work.launches * (self.graphed_launch_seconds or self.launch_seconds)
         elementwise = work.elementwise * ELEMENT_FLOPS / self.vector_flops
-        computed = [(product, _narrower(product, dtype, scale)) for product in work.products]
-        computing = [self._product_seconds(*product) for product in computed]
-        traffic = [_product_bytes(*product) for product in computed]
-        if sum(traffic) > moved * 1.01:
-            return float(time + max(sum(computing), moved / rate))
-        own = sum(max(seconds, size / rate) for seconds, size in zip(computing, traffic, strict=True))
-        return float(time + own + max((moved - sum(traffic)) / rate, elementwise))
+        products = [self._measure(product, dtype, scale) for product in work.products]
+        traffic = sum(size for _, size in products)
+        if traffic > moved * 1.01:
+            return float(time + max(sum(seconds for seconds, _ in products), moved / rate))
+        own = sum(max(seconds, size / rate) for seconds, size in products)
+        return float(time + own + max((moved - traffic) / rate, elementwise))
 
-    def _product_seconds(self, product: Product, dtype: str) -> float:
+    def _measure(self, product: Product, dtype: str, scale: float) -> tuple[float, float]:
+        """Return a product's seconds and bytes, in `dtype` or in its own if that is narrower than its program's."""
+        if product.dtype and ITEM_BYTES[product.dtype] * scale < ITEM_BYTES[dtype]:
+            dtype = product.dtype
         rounded = round_flops(product, self.tile_rows, self.tile_columns, self.multiprocessors)
-        return rounded / (self.peak(dtype) * self.gemm_efficiency)
+        m, n, k = product.rows, product.columns, product.inner
+        size = float(product.batch * (m * n + m * k + n * k) * ITEM_BYTES[dtype])
+        return rounded / (self.peak(dtype) * self.gemm_efficiency), size
 
 
 @dataclass(frozen=True)
@@ -221,17 +224,6 @@ class Cluster:
         return count / (self.network.message_rate * share) + self.network.latency_seconds
 
 
-def _narrower(product: Product, dtype: str, scale: float) -> str:
-    """Return the dtype of a product: `dtype`, or its own if that is narrower than its program's."""
-    own = product.dtype
-    return own if own and ITEM_BYTES[own] * scale < ITEM_BYTES[dtype] else dtype
-
-
-def _product_bytes(product: Product, dtype: str) -> float:
-    m, n, k = product.rows, product.columns, product.inner
-    return float(product.batch * (m * n + m * k + n * k) * ITEM_BYTES[dtype])
-
-
 @lru_cache(maxsize=4096)
 def round_flops(product: Product, tile_rows: int, tile_columns: int, multiprocessors: int) -> float:
     """Return a product's FLOPs, with those that its best tiling wastes.
@@ -239,16 +231,12 @@ def round_flops(product: Product, tile_rows: int, tile_columns: int, multiproces
     Tiles run in waves over all multiprocessors, and a wave takes its time whether it is full or not. A tile of
     r x c loads r + c elements for every r c products: smaller tiles are slower in proportion.
     """
-    best = math.inf
-    for rows, columns in _tiles(tile_rows, tile_columns):
-        tiles = product.batch * ceil(product.rows / rows) * ceil(product.columns / columns)
-        slowness = _intensity(tile_rows, tile_columns) / _intensity(rows, columns)
-        best = min(best, ceil(tiles / multiprocessors) * rows * columns * slowness)
-    return float(2 * best * product.inner * multiprocessors)
-
-
-def _intensity(rows: int, columns: int) -> float:
-    return rows * columns / (rows + columns)
+    loads = [
+        ceil(product.batch * ceil(product.rows / r) * ceil(product.columns / c) / multiprocessors) * (r + c)
+        for r, c in _tiles(tile_rows, tile_columns)
+    ]
+    wave = 2 * tile_rows * tile_columns * product.inner * multiprocessors  # of the largest tiles
+    return wave * min(loads) / (tile_rows + tile_columns)
 
 
 @lru_cache
