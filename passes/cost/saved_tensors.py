@@ -72,11 +72,12 @@ class Ledger:
 
         args: Any = fx.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
-        run: Any = _attend if has_trait(node, Trait.FUSED_ATTENTION) else node.target
+        if has_trait(node, Trait.FUSED_ATTENTION):
+            return _attend(pack, *args, **kwargs)
         if node.target is kernels.cross_entropy and keeps_softmax(args[1]) and not self._is_torchs_loss(node):
             self._replaced.add(args[1].untyped_storage())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return run(*args, **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def saved(self, nodes: Iterable[fx.Node]) -> set[UntypedStorage]:
         """Return the storages that `nodes` save, without parameters and batch inputs."""
@@ -149,22 +150,16 @@ def find_repeated(stage: Stage, mesh: Mesh) -> set[fx.Node]:
     return Ledger(stage, mesh).repeated_nodes if recomputed_groups(stage.graph) else set()
 
 
-class _FusedAttention(torch.autograd.Function):
-    """A fused attention that saves what a device would: its arguments, its result and a number per query and head.
+def _attend(pack: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *_: Any, **__: Any) -> Tensor:
+    """Run a fused attention, saving what a device would: its arguments, its result and a number per query and head.
 
-    On meta tensors torch's own would run, and save, the products written out. The result lies in memory in the
-    order of the queries; a bool mask is saved as the numbers that it adds to the scores.
+    On meta tensors torch's own would run, and save, the products written out. The result lies in memory in the order of
+    the queries; a bool mask is saved as the numbers that it adds to the scores.
     """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        shape = (*q.shape[:-1], v.shape[-1])
-        result = torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
-        masks = () if mask is None else (mask.to(q.dtype),)
-        ctx.save_for_backward(q, k, v, result, q.new_empty(q.shape[:-1], dtype=widen(q.dtype)), *masks)
-        return result
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = _FusedAttention.apply(q, k, v, mask)  # type: ignore[no-untyped-call]
+    shape, masks = (*q.shape[:-1], v.shape[-1]), () if mask is None else (mask.detach().to(q.dtype),)
+    result = torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
+    result.requires_grad_(any(x is not None and x.requires_grad for x in (q, k, v, mask)))
+    sums = q.new_empty(q.shape[:-1], dtype=widen(q.dtype))
+    for tensor in (q, k, v, result, sums, *masks) if result.requires_grad else ():
+        pack(tensor)
     return result
