@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
-from typing import Any, Literal
+from typing import Literal
 
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, operator_name, shape_of
 from autoptd.passes.ir.products import read_einsum, read_product
+from autoptd.passes.ir.views import dim_map
 from autoptd.runtime import aten
 
 
@@ -108,12 +109,9 @@ def _parse(node: fx.Node) -> tuple[Sequence[str], str, Sequence[fx.Node]] | None
 
 def _read_factor(node: fx.Node, letters: str, wanted: Sequence[str]) -> Factor:
     """Return a factor with its dimensions as `wanted`; one that is transposed for that as it was before."""
-    order, rank = _order(letters, wanted), len(letters)
-    last = (rank - 1, rank - 2)
-    if node.target is aten.transpose.int and order == (*range(rank - 2), *last):
-        given: Any = node.args
-        if {int(d) % rank for d in given[1:3]} == {*last}:
-            return Factor(given[0])
+    order = _order(letters, wanted)
+    if node.target is aten.transpose.int and dim_map(node) == order:
+        return Factor(node.all_input_nodes[0])
     return Factor(node, order)
 
 

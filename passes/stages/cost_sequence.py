@@ -75,8 +75,7 @@ class CostSequence:
 
     def held(self, microbatches: int) -> Ints:
         """Return the bytes of the items before each place, in one stage with so many microbatches in flight."""
-        held: Ints = self.static + self.activation * microbatches
-        return held
+        return self.static + self.activation * microbatches
 
     def rank_sums(self, per_stage: Ints) -> Ints:
         """Sum over each pipeline rank's chunks, along the last dimension: stage k is on rank k mod p."""
@@ -223,9 +222,8 @@ def minimize_slowest_rank(sequence: CostSequence, start: Ints) -> Ints:
 
 def _divide_time(floors: Ints, time: int) -> Ints:
     """Return the limit of every stage where each rank has `time` in all: one level a rank, but at least its floors."""
-    fixed = np.flip(np.cumsum(np.flip(np.sort(floors, axis=0), axis=0), axis=0), axis=0)  # of the largest
-    fixed = np.vstack([fixed[1:], np.zeros_like(fixed[:1])])
-    level = ((time - fixed) // np.arange(1, len(floors) + 1)[:, None]).min(0)
+    larger = floors.sum(0) - np.sort(floors, axis=0).cumsum(0)  # the floors above each, all together
+    level = ((time - larger) // np.arange(1, len(floors) + 1)[:, None]).min(0)
     limits: Ints = np.maximum(floors, level).reshape(-1)
     return limits
 
