@@ -112,8 +112,7 @@ class Device:
 class Cluster:
     """Nodes of `devices_per_node` devices and `nics_per_node` network cards; rank r is in node r // devices_per_node.
 
-    `node` is each device's link to the others of its node, `network` one card's link to other nodes. On CPUs each
-    device is one core.
+    `node` is each device's link to the others of its node, `network` one card's link to other nodes. A CPU's is a core.
     """
 
     name: str

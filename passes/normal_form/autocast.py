@@ -37,9 +37,8 @@ def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enable
 def cast_arguments(state: Autocast, call: Call) -> Call:
     """Return the call with its arguments cast according to `state`.
 
-    Each cast of a value is written once, at its first such use. A parameter is cast at each of its uses, which
-    may lie in several stages, so that its cast need not be sent. Raises ValueError, with file and line, for what torch
-    refuses under autocast.
+    Each cast of a value is written once, at its first such use. A parameter is cast at each use, as these may lie in
+    several stages, so that its cast need not be sent. Raises ValueError, with file and line, for what torch refuses.
     """
     target, writer = call.node.target, call.writer
     policy = state.policy(target)
@@ -108,8 +107,7 @@ def is_eligible(value: object) -> bool:
 def describe_result(state: Autocast | None, call: Call, target: Any) -> Call:
     """Return the call, to be written as one of `target`, with the resulting dtypes in its ``meta``.
 
-    The model was traced under autocast on the CPU, so another dtype than the traced one means that torch casts inside
-    the operator: ValueError.
+    The model was traced under autocast on the CPU: another dtype than the traced one means a cast inside: ValueError.
     """
     node, traced, arguments = call.node, call.val, (call.args, call.kwargs)
     given, same = ([n.meta["val"] for n in nodes_in(x)] for x in (arguments, (node.args, node.kwargs)))

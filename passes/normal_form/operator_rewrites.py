@@ -155,8 +155,7 @@ def _linear(call: Call) -> fx.Node | None:
 
 
 def _norm(call: Call) -> fx.Node | None:
-    """Write the 2-norm over one dimension by a sum, which may be divided: of what has no gradient, a root's not being 0
-    at 0."""
+    """Write the 2-norm over a dimension by a sum, which may be divided, without a gradient: a root's is not 0 at 0."""
     dim, options = call.argument("dim"), [call.argument(name) for name in ("ord", "dtype")]
     if call.source in call.writer.trained or options not in ([None, None], [2, None]) or len(dim or ()) != 1:
         return None

@@ -114,8 +114,7 @@ def functional_twin(target: OpOverload) -> OpOverload | None:
 class Writer:
     """A writer of the normalised graph, which keeps the present value of every tensor.
 
-    What is written through a view is written to the tensor that it looks into. `trained` holds the nodes through which
-    a gradient reaches a parameter.
+    What is written through a view is written to the tensor below it. A gradient reaches parameters through `trained`.
     """
 
     def __init__(self) -> None:

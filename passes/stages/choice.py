@@ -16,9 +16,8 @@ from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold
 from autoptd.passes.stages.solver import Cut, cut_sequence
 from autoptd.runtime.program.schedule import COMPUTING, Kind, make_schedule
 
-# The ceiling of stages and the effort that `cut_sequence` gets for each candidate: the even cut of the dynamic
-# programme; balanced ranks of stages about as even; balanced ranks of any stages, as beside a heavy head, whose step
-# is short only after moves.
+# The ceiling of stages and the effort of `cut_sequence` for each candidate: the dynamic programme's even cut; balanced
+# ranks of stages about as even; and of any stages, as beside a heavy head, whose step is short only after moves.
 SEARCHES: tuple[tuple[float | None, float], ...] = ((1.0, 0.0), (1.0, 0.4), (None, 0.4))
 STRIDES = (1, 2, 4, 8, 16, 32)  # places that a cut is moved by
 WALKED = 100_000  # actions that are simulated to move the cuts, however many moves are tried at once
@@ -52,8 +51,7 @@ class ItemTimes:
 class Pipeline:
     """The steps of `m` microbatches on p ranks with v chunks, for any cut of a row.
 
-    Of a long step four microbatches a rank are walked, and the rest takes as long as the last two of them, or as the
-    slowest rank's work.
+    Of a long step four microbatches a rank are walked; the rest takes as long as the last two, or the slowest rank.
     """
 
     times: ItemTimes
@@ -95,8 +93,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Choice:
-    """A cut, its step in nanoseconds (0 where none was simulated), and of the candidates the one with the least
-    slowest rank."""
+    """A cut, its step in nanoseconds (0 where none was simulated), and the candidate with the least slowest rank."""
 
     cut: Cut
     step: int

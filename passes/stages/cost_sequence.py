@@ -24,9 +24,8 @@ REACH = 48  # places to either side that `smooth` looks at: wider than a transfo
 class Memory:
     """Bytes that items add to their rank: `static` once, `activation` for every microbatch in flight.
 
-    Both have one entry per item. `in_flight` has a row for each moment when a rank may hold most: the microbatches
-    that each stage holds then. `reserved` is what each pipeline rank holds whatever its stages are. No rank may hold
-    more than `limit`.
+    Both have one entry per item. `in_flight` has a row for each moment when a rank may hold most: the microbatches that
+    each stage holds then. `reserved` is what each pipeline rank holds whatever its stages are, `limit` the most it may.
     """
 
     static: Sequence[int]
@@ -203,8 +202,7 @@ def minimize_slowest_rank(sequence: CostSequence, start: Ints) -> Ints:
     """Return a cut whose slowest *rank* costs less than that of `start`, by bisection, or `start` if there is none.
 
     A rank's time is divided evenly over its stages, but no stage gets less than its largest unit, and the slowest none
-    less than it has: `start` has the least possible one, such as a heavy head. A rank's other stages become small
-    beside it.
+    less than it has: `start` has the least possible one, such as a heavy head, beside which others become small.
     """
     units = np.maximum.reduceat(np.diff(sequence.start + sequence.end) // 2, start[:-1])
     costs = sequence.stage_costs(start)

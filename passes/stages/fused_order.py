@@ -1,9 +1,8 @@
 """Time a row of operators as the kernels that they become after the cut.
 
-Stages are cut before kernels join their operators: the end of a layer and the beginning of the next are one kernel,
-and between them is the narrowest place. So the whole is finished as if it were one stage, and a kernel's time is
-divided over its operators. A cut within it costs the time that its two parts, each finished by itself, take more than
-the whole.
+Stages are cut before kernels join their operators: the end of a layer and the beginning of the next are one kernel, and
+between them is the narrowest place. So the whole is finished as if it were one stage, and a kernel's time is divided
+over its operators. A cut within it costs the time that its two parts, each finished alone, take more.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -185,8 +185,7 @@ def solve(rivals: nx.Graph, saved: Mapping[Axis, int], moved: Mapping[Axis, int]
 def replicated_heads(axis_map: AxisMap) -> frozenset[fx.Node]:
     """Return the attentions whose heads divide over t although neither the key-value heads nor the groups do.
 
-    Their keys and values are computed whole on every rank. Raises ValueError if t is not a multiple of the key-value
-    heads.
+    Their keys and values are whole on every rank. Raises ValueError if t is not a multiple of the key-value heads.
     """
     tensor, batch = axis_map.tensor, _batch_leaves(axis_map)
     result = set()

@@ -1,9 +1,8 @@
 """All-reduces of the backward that run beside the gradients of weights.
 
 f (`collectives.copy_to_tensor`) sums the gradient of what a divided region reads. Autograd calls it when all readers
-have done their backwards, and nothing is left to do meanwhile. Where these are linears, one operator stands for f and
-them: its backward computes the gradient of x, posts the sum, computes the gradients of the weights, and waits. Works
-on each stage as it is after fusion.
+have done their backwards, and nothing is left to do meanwhile. Where these are linears (after fusion), one operator
+stands for f and them: its backward computes the gradient of x, posts the sum, computes those of the weights, and waits.
 """
 
 from collections import Counter
