@@ -74,10 +74,8 @@ def read_scores(node: fx.Node) -> Product | None:
     steps = _read_sum(node) if node.target is aten.baddbmm.default else ()
     if others or not fits or steps is None:
         return None
-    queries, keys = (
-        _read_factor(operand, group, (*batch, letter, summed))
-        for operand, group, letter in zip(operands, groups, (row, column), strict=True)
-    )
+    factors = zip(operands, groups, (row, column), strict=True)
+    queries, keys = (_read_factor(x, group, (*batch, letter, summed)) for x, group, letter in factors)
     return Product(node, queries, keys, steps)
 
 

@@ -30,10 +30,9 @@ class ChainWriter:
         if match.several:
             placements = tuple(placement for old in match.several for placement in info(old).placements)
             change_info(made, name=name or f"{final_name(match.call.like)}_pair", placement=placements)
-            with first.graph.inserting_before(first):
-                values = [
-                    first.graph.call_function(operator.getitem, (made, i)) for i in range(len(match.several))
-                ]
+            graph, count = first.graph, len(match.several)
+            with graph.inserting_before(first):
+                values = [graph.call_function(operator.getitem, (made, i)) for i in range(count)]
         for index, (old, new) in enumerate(zip(match.results, values, strict=True)):
             val = made.meta["val"] if new is made else made.meta["val"][index]
             describe(new, val, info(old).at(info(made)), name=final_name(old))

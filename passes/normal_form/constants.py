@@ -18,11 +18,8 @@ from autoptd.runtime.program.placement import Parameter
 LOOKED_UP = 1 << 20  # constant row numbers that are compared with their table
 
 # Operators that read only a tensor's shape and dtype -> the factory of the same tensor.
-_FACTORIES: dict[Any, OpOverload] = {
-    getattr(aten, form.format(name)).default: getattr(aten, name).default
-    for name in ("ones", "zeros", "full")
-    for form in ("new_{}", "{}_like")
-}
+_NAMES = [(form.format(name), name) for name in ("ones", "zeros", "full") for form in ("new_{}", "{}_like")]
+_FACTORIES: dict[Any, OpOverload] = {getattr(aten, a).default: getattr(aten, b).default for a, b in _NAMES}
 
 
 def fold_constants(program: Program) -> Program:

@@ -65,13 +65,11 @@ def cut_sequence(
 ) -> Cut:
     """Find the cut into `num_stages` whose slowest pipeline rank costs least.
 
-    Args:
-        costs: integers, one per item; their sum below 2**60.
-        boundary_costs: the cost that a cut before item i adds to the stage on either side; None forbids it.
-        memory: if no cut is found to fit, the result is the cut without a limit, and its `overflow` says so.
-        stage_ceiling: for v > 1, no stage costs more than this times the least possible slowest stage. None: any
-            stages. Ranks balanced out of uneven chunks may wait for each other (see `choose_cut`).
-        effort: deterministic seconds of each CP-SAT round; 0: the dynamic programme alone.
+    `costs` are integers, one per item, their sum below 2**60; `boundary_costs` what a cut before item i adds to the
+    stage on either side, None forbids it. If no cut is found to fit in `memory`, the result is the cut without a limit,
+    and its `overflow` says so. For v > 1 no stage costs more than `stage_ceiling` times the least possible slowest one;
+    None: any stages, but ranks balanced out of uneven chunks may wait for each other (see `choose_cut`). `effort` are
+    the deterministic seconds of each CP-SAT round; 0: the dynamic programme alone.
 
     Every stage gets an item of positive cost. Equal bottlenecks are decided for even stages and narrow cuts.
     Raises ValueError if the sequence has fewer units than stages.

@@ -124,19 +124,15 @@ class _Search:
 
         Most whole layers win, then the smallest value to keep, then the latest begin.
         """
-        best: tuple[int, int, int] | None = None
-        for begin in range(first, first + period):
+        best = 0, 0, 0
+        for begin in range(first, min(first + period, behind - 2 * period + 1)):
             count = (behind - begin) // period
-            if count < 2:
-                break
             borders = begin + period * np.arange(count)
             alive = self._live[borders] - self._count_shared(begin, int(borders[-1]))
             if alive[0] in (0, 1) and (alive[1:] == 1).all():  # none before the first trained layer
-                best = max(best or (0, 0, 0), (count, -int(self._bytes[borders].max()), begin))
-        if best is None:
-            return []
+                best = max(best, (count, -int(self._bytes[borders].max()), begin))
         count, _, begin = best
-        return [begin + period * i for i in range(count + 1)]
+        return [begin + period * i for i in range(count + 1)] if count else []
 
     def _extend(self, borders: list[int], start: int) -> list[int]:
         """Add a layer in front that does all that the first of them does, and less than as much again."""

@@ -284,6 +284,5 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
         if padding:
             lines[f"an axis of {axis.size} padded by {padding} in memory"].append(f"tensor={axis_map.tensor}")
     return [
-        f"{what}: {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
-        for what, places in lines.items()
+        f"{what}: {place}" + f" and {len(more)} more" * bool(more) for what, (place, *more) in lines.items()
     ]
