@@ -3,9 +3,8 @@
 product of two activations -> scale, mask, views, casts -> softmax -> cast, dropout, views -> product with values
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -150,7 +149,7 @@ def keeps_rows(source: fx.Node, node: fx.Node) -> bool:
 
 def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | str]:
     """Return the operators on the weights, and the product that they end in or why there is none."""
-    weights = [softmax]
+    weights, rounded = [softmax], None
     while True:
         readers = list(weights[-1].users)
         if len(readers) != 1:
@@ -164,19 +163,10 @@ def _follow(softmax: fx.Node) -> tuple[tuple[fx.Node, ...], Result | str]:
         else:
             same = has_trait(reader, SHAPED) and keeps_rows(weights[-1], reader)
             fits = same or (has_trait(reader, Trait.CASTS) and reader.meta["val"].is_floating_point())
-        rounded = _first_rounded(weights) if fits else None
-        if not fits or (rounded is not None and reader.meta["val"].dtype != rounded):
+        dtypes = [node.meta["val"].dtype for node in (weights[-1], reader)] if fits else []
+        if not fits or (rounded is not None and dtypes[1] != rounded):
             after = f", after they were rounded to {rounded}" if fits else ""
             return tuple(weights), f"its weights pass {_name(reader)}{after}"
+        # Fused operators give half precision from a softmax in float32, but would forget such a cast in between.
+        rounded = dtypes[1] if torch.promote_types(*dtypes) != dtypes[1] else rounded
         weights.append(reader)
-
-
-def _first_rounded(weights: Sequence[fx.Node]) -> torch.dtype | None:
-    """Return the dtype of fewer digits to which weights were cast; None if no digit was lost.
-
-    Fused operators give half precision from a softmax in float32, but would forget such a cast in between.
-    """
-    for before, after in pairwise(node.meta["val"].dtype for node in weights):
-        if torch.promote_types(before, after) != after:
-            return after  # type: ignore[no-any-return]
-    return None

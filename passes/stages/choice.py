@@ -170,6 +170,5 @@ def _neighbours(sequence: CostSequence, cut: Ints) -> Ints:
                 moved[first : end + 1] += stride
                 if moved[first] > 0 and moved[end] < len(sequence.places) - 1:
                     found.append(moved)
-    moves = np.array(found)
-    valid: Ints = moves[(moves[:, :-1] < sequence.before[moves[:, 1:]]).all(1)]
-    return valid
+    moves: Ints = np.array(found)
+    return moves[(moves[:, :-1] < sequence.before[moves[:, 1:]]).all(1)]

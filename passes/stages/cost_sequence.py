@@ -92,8 +92,7 @@ class CostSequence:
 
     def peaks(self, cut: Ints) -> list[int]:
         """Return the peak bytes of each pipeline rank."""
-        found: list[int] = self.rank_sums(self.stage_bytes(cut)).max(0).tolist()
-        return found
+        return [int(peak) for peak in self.rank_sums(self.stage_bytes(cut)).max(0)]
 
     def fits(self, cut: Ints) -> bool:
         return max(self.peaks(cut)) <= self.limit
