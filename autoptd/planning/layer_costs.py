@@ -17,7 +17,7 @@ from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.stages.choice import ItemTimes, Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory, fold
 from autoptd.passes.stages.cut import Found, make_boundary, name_held
-from autoptd.passes.stages.fused_order import FusedOrder, make_times
+from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.solver import cut_sequence
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
@@ -214,7 +214,7 @@ class LayerCosts:
         if apart not in self._items:
             durations = Durations(self._cluster, mesh, self.precision)
             times, parted = self._times[..., :2].sum(2), self._penalty[..., :2].sum(2)
-            self._items[apart] = make_times(self._fused_order, durations, times, parted, self._source)
+            self._items[apart] = self._fused_order.make_times(durations, times, parted, self._source)
         return self._items[apart]
 
     def _crossing(self, at: int) -> tuple[Boundary, ...]:

@@ -26,9 +26,8 @@ ANALYTIC = {
     *(aten.tanh.default, aten.sigmoid.default, aten.erf.default),
 }
 LONGEST = 12  # operators of a chain; BLOOM's tanh-GELU has ten
-POINTS = torch.cat(
-    [torch.linspace(-x, x, n, dtype=torch.float64, device="cpu") for x, n in ((6, 2001), (40, 400))]
-)
+SPANS = ((6, 2001), (40, 400))  # each to either side of 0, with so many points
+POINTS = torch.cat([torch.linspace(-x, x, n, dtype=torch.float64, device="cpu") for x, n in SPANS])
 KNOWN: tuple[tuple[Any, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
     (aten.silu.default, {}, functional.silu),
     (aten.gelu.default, {}, functional.gelu),

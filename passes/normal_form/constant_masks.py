@@ -31,14 +31,15 @@ class MaskJudge:
         shape = mask.meta["val"].shape
         if len(shape) < 2:
             return "kept"
-        verdicts = {"causal", "open"} if shape[-2] == shape[-1] else {"open"}
+        is_open, is_causal = True, shape[-2] == shape[-1]
         for start, block in self.blocks(mask):
             if block is None:
                 return "unknown"
-            verdicts &= _allowed(block, start)
-            if not verdicts:
+            causal = torch.ones(block.shape[-2:], dtype=torch.bool).tril(start)
+            is_open, is_causal = is_open and bool(block.all()), is_causal and bool((block == causal).all())
+            if not (is_open or is_causal):
                 return "kept"
-        return "open" if "open" in verdicts else "causal"
+        return "open" if is_open else "causal"
 
     def blocks(self, mask: fx.Node) -> Iterator[tuple[int, Tensor | None]]:
         """Yield blocks of rows of a mask [.., queries, keys], with the first row's number; None: not computed."""
@@ -102,10 +103,3 @@ def buffers_under(constant: fx.Node) -> frozenset[str]:
     """Return the user's buffers whose values a constant is computed from."""
     names = (str(node.target) for node in walk([constant]) if node.op == "get_attr")
     return frozenset(name for name in names if not is_lifted(name))
-
-
-def _allowed(block: Tensor, start: int) -> set[str]:
-    """Return which verdicts, "causal" and "open", rows ``start ...`` of a mask agree with."""
-    causal = torch.ones(block.shape[-2:], dtype=torch.bool).tril(start)
-    verdicts = {"open": block.all(), "causal": (block == causal).all()}
-    return {verdict for verdict, holds in verdicts.items() if holds}

@@ -1,6 +1,6 @@
 """The axes of every value in a one-stage graph, and the verbs with which axis rules relate them (see `axes`)."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ class AxisMap:
     """
 
     tensor: int
-    replicated_kv: frozenset[fx.Node] = frozenset()
+    replicated_kv: Container[fx.Node] = ()
     axes: dict[fx.Node, tuple[ax.Axes, ...]] = field(default_factory=dict)
     contractions: dict[fx.Node, ax.Axis] = field(default_factory=dict)
     classes: list[ax.Axis] = field(default_factory=list)

@@ -87,7 +87,17 @@ class FusedOrder:
         """Return the nanoseconds of the items on a cluster."""
         durations = Durations(cluster, self.program.mesh, Precision.of(self.program.stages))
         table, penalty = self.divide(lambda work: (durations.seconds(work).total,))
-        return make_times(self, durations, table[..., 0], penalty[..., 0], slice(None))
+        return self.make_times(durations, table[..., 0], penalty[..., 0], slice(None))
+
+    def make_times(self, durations: Durations, table: Floats, penalty: Floats, items: Any) -> ItemTimes:
+        """Return the times of a row's `items` from seconds by direction, divided over their operators."""
+        ends = np.rint(table[items].cumsum(0) * NANOSECONDS).astype(np.int64)
+        forward, backward, again = np.diff(ends, axis=0, prepend=0).T
+        more = np.rint(penalty[items] * NANOSECONDS).astype(np.int64)
+        parted = more[:, 0].tolist(), more[:, 1:].sum(1).tolist()
+        cuts = (*self.row.transfer_times(durations), self.may_cut)
+        ahead, back, may_cut = (np.array(own)[items].tolist() for own in cuts)
+        return ItemTimes(forward.tolist(), (backward + again).tolist(), ahead, back, may_cut, parted)
 
     def divide(self, measure: Measure) -> tuple[Floats, Floats]:
         """Divide what the calls measure over the items, by direction: forward, backward, what the backward repeats.
@@ -142,19 +152,6 @@ class FusedOrder:
             taken = _measure(stage, measure, stage.graph.nodes if again else ())
             known[key] = np.sum([own for own_items, own in taken if own_items], axis=0)
         return known[key]
-
-
-def make_times(
-    fused_order: FusedOrder, durations: Durations, table: Floats, penalty: Floats, items: Any
-) -> ItemTimes:
-    """Return the times of a row's `items` from seconds by direction, divided over their operators."""
-    ends = np.rint(table[items].cumsum(0) * NANOSECONDS).astype(np.int64)
-    forward, backward, again = np.diff(ends, axis=0, prepend=0).T
-    more = np.rint(penalty[items] * NANOSECONDS).astype(np.int64)
-    parted = more[:, 0].tolist(), more[:, 1:].sum(1).tolist()
-    cuts = (*fused_order.row.transfer_times(durations), fused_order.may_cut)
-    ahead, back, may_cut = (np.array(own)[items].tolist() for own in cuts)
-    return ItemTimes(forward.tolist(), (backward + again).tolist(), ahead, back, may_cut, parted)
 
 
 def _measure(stage: Stage, measure: Measure, repeated: Iterable[fx.Node]) -> Iterator[Measured]:

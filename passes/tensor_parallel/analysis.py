@@ -1,6 +1,6 @@
 """The walk that finds the axes of a whole graph: the rule of each operator relates those that it reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import fx
@@ -14,9 +14,7 @@ from autoptd.passes.operators.record import Records
 from autoptd.passes.operators.table import Trait, has_trait, rules_of
 
 
-def find_axes(
-    stage: Stage, tensor: int, rules: Records, replicated_kv: frozenset[fx.Node] = frozenset()
-) -> AxisMap:
+def find_axes(stage: Stage, tensor: int, rules: Records, replicated_kv: Container[fx.Node] = ()) -> AxisMap:
     """Return the axes of every value in an uncut `stage`, for `tensor` ranks; `rules` go before torch's own."""
     axes = AxisMap(tensor, replicated_kv)
     for node in stage.graph.nodes:

@@ -51,9 +51,8 @@ def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
     rivals, saved, moved = _measure(graph, axis_map)
     rivals.remove_nodes_from([leaf for leaf in rivals if not saved[leaf] or rivals.has_edge(leaf, leaf)])
     divided = {leaf: -leaf.size % axis_map.tensor for leaf in solve(rivals, saved, moved)}
-    for leaf in _unread_segments(graph, axis_map, divided):
-        del divided[leaf]
-    return divided
+    unread = _unread_segments(graph, axis_map, divided)
+    return {leaf: padding for leaf, padding in divided.items() if leaf not in unread}
 
 
 def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:

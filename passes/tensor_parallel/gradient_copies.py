@@ -37,12 +37,7 @@ def place_copies(
     Returns the parameters with their partial gradients marked, and the number of f placed.
     """
     region = _Region(graph, parameters)
-    marked = dict(parameters)
-
-    def mark(name: str) -> None:
-        placement = marked[name].placement.with_partial_gradient("tensor")
-        marked[name] = replace(marked[name], placement=placement)
-
+    summed: set[str] = set()  # once per step
     copies = 0
     for component in region.components():
         cut, before = region.cut(component)
@@ -55,13 +50,15 @@ def place_copies(
         for node in cut:
             partial = [n for n in region.partial_readers(node) if n not in before]
             if node.op == "get_attr" and len(partial) == len(region.readers(node)):
-                mark(str(node.target))
+                summed.add(str(node.target))
             else:
                 region.insert_copy(node, partial)
                 copies += 1
+    marked = dict(parameters)
     for name, p in parameters.items():
-        if p.requires_grad and not all(s.divided for s in p.placement["tensor"].segments):
-            mark(name)  # the gradients of its whole rows, beside divided ones, are partial
+        # The gradients of whole rows beside divided ones are partial, too.
+        if name in summed or (p.requires_grad and not all(s.divided for s in p.placement["tensor"].segments)):
+            marked[name] = replace(p, placement=p.placement.with_partial_gradient("tensor"))
     return marked, copies
 
 
