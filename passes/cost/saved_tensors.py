@@ -71,7 +71,7 @@ class Ledger:
             return tensor
 
         args: Any = fx.map_arg(node.args, self._values.__getitem__)
-        kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
+        kwargs: Any = fx.map_arg(node.kwargs, self._values.__getitem__)
         if has_trait(node, Trait.FUSED_ATTENTION):
             return _attend(pack, *args, **kwargs)
         if node.target is kernels.cross_entropy and keeps_softmax(args[1]) and not self._is_torchs_loss(node):
