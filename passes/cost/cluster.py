@@ -235,7 +235,7 @@ def round_flops(product: Product, tile_rows: int, tile_columns: int, multiproces
         for r, c in _tiles(tile_rows, tile_columns)
     ]
     wave = 2 * tile_rows * tile_columns * product.inner * multiprocessors  # of the largest tiles
-    return wave * min(loads) / (tile_rows + tile_columns)
+    return float(wave * min(loads) / (tile_rows + tile_columns))
 
 
 @lru_cache
