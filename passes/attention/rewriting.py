@@ -49,8 +49,8 @@ class Rewriter:
         queries, keys = self._without_cast(product.queries, dtype), self._without_cast(product.keys, dtype)
         if not {last.meta["val"].dtype, *(f.node.meta["val"].dtype for f in (queries, keys))} <= {dtype}:
             return f"its factors have other dtypes than its values, {dtype}"
-        if not _same_softmax(chain.softmax, dtype, dtype):
-            return _other_softmax(chain.softmax, dtype)
+        if reason := _refuse_softmax(chain.softmax, dtype, dtype):
+            return reason
         steps = (*product.steps, *chain.steps)
         shapes = {shape_of(n) for n in (product.node, chain.softmax, *chain.weights)}
         shapes |= {step.frame for step in steps}
@@ -161,8 +161,8 @@ class Rewriter:
             dtype = scores.meta["val"].dtype
             if any(step.kind == "view" for step in steps):
                 continue
-            if not _same_softmax(chain.softmax, dtype, end.meta["val"].dtype):
-                reason = _other_softmax(chain.softmax, dtype)
+            if refused := _refuse_softmax(chain.softmax, dtype, end.meta["val"].dtype):
+                reason = refused
                 continue
             mask = self.masks.combine(steps, shape_of(scores), dtype)
             if isinstance(mask, str):
@@ -221,14 +221,11 @@ class Rewriter:
         return self.loads[name]
 
 
-def _same_softmax(softmax: fx.Node, given: torch.dtype, end: torch.dtype) -> bool:
-    """Return whether fused operators compute this softmax: float32 for half precision, else the own dtype."""
+def _refuse_softmax(softmax: fx.Node, given: torch.dtype, end: torch.dtype) -> str:
+    """Return why fused operators, in float32 for half precision and else the own dtype, compute another; or ""."""
     computed = softmax.meta["val"].dtype
-    return bool(computed == given or (given in HALF and computed == torch.float32 and end == given))
-
-
-def _other_softmax(softmax: fx.Node, dtype: torch.dtype) -> str:
-    return f"{called(softmax)} computes {dtype} scores in {softmax.meta['val'].dtype}"
+    same = computed == given or (given in HALF and computed == torch.float32 and end == given)
+    return "" if same else f"{called(softmax)} computes {given} scores in {computed}"
 
 
 def _unrepeated(node: Any) -> fx.Node | None:

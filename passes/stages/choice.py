@@ -146,9 +146,8 @@ def _move(cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence) -> tu
     for _ in range(pipeline.moves):
         moves = _neighbours(places, here)
         steps = pipeline.of_cuts(places.places[moves[:, 1:-1]])
-        for index in np.argsort(steps, kind="stable").tolist():
-            if steps[index] >= step or places.fits(moves[index]):
-                break
+        order = np.argsort(steps, kind="stable").tolist()  # the cut itself is among them
+        index = next(i for i in order if steps[i] >= step or places.fits(moves[i]))
         if steps[index] >= step:
             stopped = ""
             break
