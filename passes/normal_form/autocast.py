@@ -150,6 +150,5 @@ def _retype(value: Tensor, dtype: torch.dtype) -> Tensor:
 def _with_dtypes(traced: Any, found: Any) -> Any:
     if isinstance(traced, (list, tuple)):
         return type(traced)(_with_dtypes(t, f) for t, f in zip(traced, found, strict=True))
-    if not isinstance(traced, Tensor) or traced.dtype == found.dtype:
-        return traced
-    return _retype(traced, found.dtype)
+    same = not isinstance(traced, Tensor) or traced.dtype == found.dtype
+    return traced if same else _retype(traced, found.dtype)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import change_info, info
+from autoptd.passes.ir.nodes import change_info, info, results_of
 from autoptd.passes.ir.program import Program, Stage, copy_graph, copy_nodes, tensor_bytes
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.collectives import copy_to_tensor
@@ -152,10 +152,8 @@ class _Search:
 def _sign(node: fx.Node) -> Any:
     """Return what a call has in common with its repeats: operator and shapes. Numbers may differ by layer."""
     sources = (source for source in node.all_input_nodes if info(source).role != "rank")
-    return node.target, _shapes(node.meta["val"]), tuple(_shapes(source.meta["val"]) for source in sources)
+    return node.target, _shapes(node), tuple(map(_shapes, sources))
 
 
-def _shapes(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
-    return tuple(map(_shapes, value))
+def _shapes(node: fx.Node) -> Any:
+    return tuple((tuple(value.shape), value.dtype) for value in results_of(node))
