@@ -34,7 +34,6 @@ class AxisMap:
     classes: list[ax.Axis] = field(default_factory=list)
     heads: list[tuple[fx.Node, ax.Axis]] = field(default_factory=list)
     kv_heads: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)
-    rank: fx.Node | None = None
     inputs: list[fx.Node] = field(default_factory=list)
     operators: set[str] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)  # that every tensor rank does whole, for want of a rule

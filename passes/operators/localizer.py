@@ -98,8 +98,7 @@ class Localizer:
 
     @property
     def rank(self) -> fx.Node:
-        assert self.axis_map.rank is not None
-        return self.values[self.axis_map.rank]
+        return self.values[next(iter(self.old.nodes))]
 
     def copy(self, node: fx.Node, args: Any = None, kwargs: Any = None, target: Any = None) -> fx.Node:
         """Copy the node to the new graph, with other arguments or another target."""

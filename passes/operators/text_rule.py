@@ -69,7 +69,7 @@ class TextRule:
 
     def axes(self, axis_map: AxisMap, node: fx.Node) -> Any:
         """Unify the axes of one name, block those that stay whole, and record the one that is summed over."""
-        tensors = [n for n in arguments_of(node) if n is not axis_map.rank]
+        tensors = [n for n in arguments_of(node) if n in axis_map.axes]
         sizes = self.sizes(node, tensors)
         named: dict[str, ax.Axis] = {}
         for tensor, group in zip(tensors, self.arguments, strict=True):

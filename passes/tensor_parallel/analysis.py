@@ -20,9 +20,7 @@ def find_axes(stage: Stage, tensor: int, rules: Records, replicated_kv: Containe
     for node in stage.graph.nodes:
         if node.op == "call_function":
             _visit(axes, node, rules)
-        elif node.op != "output" and info(node).role == "rank":
-            axes.rank = node
-        elif node.op != "output":
+        elif node.op != "output" and info(node).role != "rank":
             own = tuple(Axis(size) for size in shape_of(node))
             axes.axes[node] = (own,)
             if node.op == "placeholder":
