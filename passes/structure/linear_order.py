@@ -135,11 +135,8 @@ class Row:
 
     def needed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """Return the replicable nodes among `nodes`, and those that they need, directly or through each other."""
-
-        def parts(node: fx.Node) -> list[fx.Node]:
-            return [source for source in node.all_input_nodes if source in self.replicable]
-
-        return self.replicable.intersection(walk(nodes, parts))
+        own = self.replicable
+        return own.intersection(walk(nodes, lambda node: own.intersection(node.all_input_nodes)))
 
     def _state_bytes(self, node: fx.Node) -> int:
         value = node.meta["val"]

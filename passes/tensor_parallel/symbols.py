@@ -216,12 +216,9 @@ class _Roles:
                 self._name("s", y[-2])
                 self._name_head(self._axis_map.of(node.args[2])[-1], heads)
             elif self._is_free(y[-1]):
-                self._name("s", y[-1]) if self._is_scores(node) else self._name_head(y[-1], heads)
-
-    def _is_scores(self, node: fx.Node) -> bool:
-        """Return whether a product of an attention multiplies queries and keys: it contracts no sequence."""
-        contracted = self._axis_map.of(_factors(node)[0])[-1]
-        return symbol("s") not in self._symbols.local(contracted, {}).free_symbols
+                # The product of queries and keys contracts no sequence.
+                is_scores = symbol("s") not in self._symbols.local(x[-1], {}).free_symbols
+                self._name("s", y[-1]) if is_scores else self._name_head(y[-1], heads)
 
     def _name_head(self, axis: Axis, heads: Axis) -> None:
         """Name the size of a head: h/a if the heads make up the model's width."""
