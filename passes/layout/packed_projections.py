@@ -52,20 +52,16 @@ def _chain(split: fx.Node) -> list[fx.Node]:
     """Return the linear that `split` takes apart, and the reshape of its rows behind it, if any; else nothing."""
     if aten_name(split.target) not in ("split", "split_with_sizes", "chunk"):
         return []
-    source: Any = split.args[0]
-    chain = [source] if len(source.users) == 1 else []
-    if chain and has_trait(source, Trait.RESHAPES):
-        source = source.args[0]
-        same = source.op == "call_function" and shape_of(source)[-1] == shape_of(chain[0])[-1]
-        chain = [source, *chain] if same and len(source.users) == 1 else []
-    cut = read_cut(split)
-    last = cut.dim == len(shape_of(split.args[0])) - 1  # type: ignore[arg-type]
-    if not chain or not last or len(set(cut.lengths)) > 1 or len(cut.lengths) < 2:
-        return []
+    chain: list[Any] = [split.args[0]]
+    if has_trait(chain[0], Trait.RESHAPES):
+        chain.insert(0, chain[0].args[0])
+    source, cut = chain[0], read_cut(split)
     adds = source.target is aten.addmm.default and len(shape_of(source.args[0])) == 1
     plain = not source.kwargs and (source.target is aten.linear.default or adds)
+    alone = all(len(node.users) == 1 and shape_of(node)[-1] == shape_of(source)[-1] for node in chain)
+    equal = cut.dim == len(shape_of(chain[-1])) - 1 and len(set(cut.lengths)) == 1 < len(cut.lengths)
     heads = all(any(_is_heads(user) for user in piece.users) for piece in split.users)
-    return chain if plain and heads else []
+    return chain if plain and alone and equal and heads else []
 
 
 def _is_heads(node: fx.Node) -> bool:

@@ -181,21 +181,16 @@ def _check_contraction(left: tuple[Any, AxisPlacement, bool], right: tuple[Any, 
 
 
 def rows_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """Write an operator that transforms the last dimensions of a factor or its first argument, row by row."""
+    """Transform the last dimensions of a factor, or of the first argument, row by row, with one bias for all rows."""
     at = node.args.index(read_products(node)[0].x) if read_products(node) else 0
     order, widths = writer.order(node.args[at]), node.args[at + 1]
     width = len(widths) if isinstance(widths, (list, tuple)) else 1
-    if any(order.holds(-back) for back in range(1, width + 1)):
+    alike = not at or len(shape_of(node.args[0])) == 1  # type: ignore[arg-type]
+    if not alike or any(order.holds(-back) for back in range(1, width + 1)):
         return None
     before, behind, kwargs = fx.map_arg((node.args[:at], node.args[at + 1 :], node.kwargs), writer.restore)
     new = writer.write((*before, writer.value(node.args[at]), *behind), kwargs)
     return new, order.transposed
-
-
-def _addmm_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    """A bias of one dimension is the same for all rows."""
-    bias: Any = node.args[0]
-    return None if len(shape_of(bias)) > 1 else rows_order(writer, node)
 
 
 def _matmul_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -239,7 +234,7 @@ _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmu
 _BATCHED = replace(_MATMUL, order=users_order, traits=Trait.NONE)
 RULES: Mapping[Any, OperatorRules] = {
     aten.linear: _LINEAR,
-    aten.addmm: replace(_LINEAR, order=_addmm_order, copies=_batch_copies),
+    aten.addmm: replace(_LINEAR, copies=_batch_copies),
     aten.mm: replace(_MATMUL, local=same_call),
     aten.matmul: _MATMUL,
     aten.bmm: _BATCHED,

@@ -124,7 +124,7 @@ def _unsqueeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
     source, dim = node.args[0], dim_map(node).index(None)
     order = writer.order(source)
     if not writer.carries(node, order):  # it comes between batch and sequence
-        return writer.undo(node, (source, dim)), False
+        return None
     return writer.write((writer.value(source), dim)), order.transposed
 
 
