@@ -29,7 +29,9 @@ from autoptd.runtime.weights import file_tensor
 from autoptd.runtime.weights.slices import Constants, Slices
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
-Inputs = Sequence[Sequence[Tensor]]  # of a stage from the batch: a row per microbatch
+StageInputs = Sequence[Sequence[Tensor]]  # of a stage from the batch: a row per microbatch
+Inputs = Mapping[int, StageInputs]  # of this rank's stages
+StageHook = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class StageRun:
         torch.arange(first, first + b * m, b, out=self._moments[:, 2])
 
     def start(
-        self, weights: Weights, inputs: Inputs, seeds: Tensor | None, sums: GradientSums | None = None
+        self, weights: Weights, inputs: StageInputs, seeds: Tensor | None, sums: GradientSums | None = None
     ) -> None:
         """Begin a step with its weights, batch inputs and seeds (float64 [m]); clear what a broken one left.
 
@@ -141,7 +143,7 @@ class Executor:
     """One input shape of a program on this rank: its schedule, bound to stages and channels once, run once a step.
 
     `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its length.
-    `leaves` are what the stages compute with, as `read_leaves` made them last.
+    `leaves` are what the stages compute with, as `renew_leaves` made them last.
 
     `sent` counts the elements sent, under "stage 0 -> 1" for activations and "stage 1 -> 0" for gradients;
     `measured` is when the last step's actions ran. `outputs` are what it made for a call to return besides the loss: by
@@ -215,10 +217,10 @@ class Executor:
             )
         return partial(run, action.microbatch)
 
-    def read_leaves(
+    def renew_leaves(
         self, tensors: Slices, narrow: Slices, trained: frozenset[str] | None, sums: GradientSums
-    ) -> StageLeaves:
-        """Return leaves in the memory of `tensors`, or of `narrow` ones instead; those of `trained` add to `sums`.
+    ) -> None:
+        """Let leaves be in the memory of `tensors`, or of `narrow` ones instead; those of `trained` add to `sums`.
 
         They are made anew for one reason: `tensors` or `trained` is another object. A stage has leaves of its own: a
         tied parameter's uses add up separately.
@@ -235,29 +237,23 @@ class Executor:
             }
             self.leaves = StageLeaves(by_stage)
             sums.attach(self.leaves, trained)
-        return self.leaves
+        sums.leaves = self.leaves
 
     def forget_leaves(self) -> None:
         """Let go of the leaves, and so of memory that tensors leave."""
         self.leaves = StageLeaves()
 
     def run(
-        self,
-        weights: Mapping[int, Weights],
-        inputs: Mapping[int, Inputs],
-        seeds: Tensor | None,
-        begin_stage: Callable[[int], None],
-        sums: GradientSums | None = None,
+        self, inputs: Inputs, seeds: Tensor | None, begin_stage: StageHook, sums: GradientSums | None = None
     ) -> list[Tensor]:
         """Run the step; return the microbatch losses, in order, on the last stage's rank and nothing elsewhere.
 
-        `weights` and `inputs` (a row of batch inputs per microbatch) are by stage. ``begin_stage(k)`` is called before
-        each forward of stage k. With `seeds`, one per microbatch, the losses are differentiated with these:
-        gradients are added to the ``.grad`` of `weights` in the order of the backwards, and go on their way by `sums`
-        when a stage has had its last one. Without, there are forwards only. Without `sums` nothing is replayed from
-        graphs.
+        ``begin_stage(k)`` is called before each forward of stage k. With `seeds`, one per microbatch, the losses are
+        differentiated with these: gradients are added to the ``.grad`` of `leaves` in the order of the backwards, and
+        go on their way by `sums` when a stage has had its last one. Without, there are forwards only. Without `sums`
+        nothing is replayed from graphs.
         """
-        rank, position = self._connection.rank, self._connection.position
+        rank, position, weights = self._connection.rank, self._connection.position, self.leaves.by_stage
         rank.measured = self.measured
         self.measured.start()
         for index, stage in self.stages.items():

@@ -1,6 +1,6 @@
 """The call of a parallel model as a node of autograd's graph, and the node that hands gradients to the parameters."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,9 +9,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.kernels.scaling import scale_rows
-from autoptd.runtime.optimizer.gradient_sums import Row, read_gradients
+from autoptd.runtime.optimizer.gradient_sums import Key, Row, read_gradients
 
-Waiting = list[tuple[int, list[Row]]]
+Rows = list[Row]
+Waiting = list[tuple[int, Rows]]
 
 
 class Handover:
@@ -24,9 +25,7 @@ class Handover:
 
     note_scale: Callable[[Tensor], None] | None = None
 
-    def __init__(
-        self, leaves: Mapping[str | int, Tensor], sharded: Iterable[Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, leaves: Mapping[Key, Tensor], sharded: Iterable[Tensor], device: torch.device) -> None:
         self.sharded = tuple(sharded)
         self.waiting: Waiting = []
         # Makes the loss differentiable on a rank without parameters too.
@@ -37,9 +36,7 @@ class Handover:
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, waiting: Waiting, keys: tuple[str | int, ...], anchor: Tensor, *stepped: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, waiting: Waiting, keys: Sequence[Key], anchor: Tensor, *stepped: Tensor) -> Tensor:
         ctx.waiting, ctx.keys = waiting, keys
         ctx.without = (None,) * (len(stepped) - len(keys))
         return anchor.clone()
@@ -61,9 +58,7 @@ class Step(torch.autograd.Function):
     """The whole step as one node: its forward runs the schedule, its backward hands the kept gradients on."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Callable[[], tuple[Tensor, list[Row]]], handover: Handover, link: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, run: Callable[[], tuple[Tensor, Rows]], handover: Handover, link: Tensor) -> Tensor:
         """Return the loss that `run` gives with the gradients for the `handover`."""
         loss, ctx.kept = run()
         ctx.handover = handover

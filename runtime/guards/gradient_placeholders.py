@@ -22,8 +22,8 @@ class GradientPlaceholders:
     """
 
     def __init__(self, shard: FlatShard, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Place them after each backward from now on; `parameters` are the shard's."""
-        self.parameters = parameters
+        """Place them after each backward from now on; the shard's are among the model's `parameters`."""
+        self.parameters = parameters = {name: parameters[name] for name in shard.names}
         self._own = shard.own
         self._accumulated: weakref.ref[Tensor] | None = None
         self._placeholders = {name: _make_placeholder(p) for name, p in parameters.items()}

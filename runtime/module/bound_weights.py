@@ -59,9 +59,7 @@ class BoundWeights:
         # All shapes have one schedule.
         self.sums = GradientSums(self.manifest, self.connection, self.shapes[0].complete, self.shards)
         parameters = self.watch.parameters
-        self._placeholders = [
-            GradientPlaceholders(shard, {name: parameters[name] for name in shard.names}) for shard in shards
-        ]
+        self._placeholders = [GradientPlaceholders(shard, parameters) for shard in shards]
         parts = {index: shard.own for index, shard in enumerate(shards)}
         self.sharded = {index: each.parameters for index, each in enumerate(self._placeholders)}
         self.leaves = {name: p for name, p in parameters.items() if name not in sharded} | parts

@@ -1,6 +1,6 @@
 """The steps of a rank: a batch in, the schedule of its shape run, a loss and gradients out."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -129,9 +129,8 @@ class StepRunner:
         summed = sums.gradients() if gradients and scale is None else []
         lacks = gradients and not sums.gradients()
         flags = lacks, watch.trained != watch.agreed, shape.captures.wants
-        nonfinite, lacking, watch.stale, wanted = compare_ranks(
-            manifest, self._connection, batch, pair[0], summed, self._copies, flags
-        )
+        known = manifest, self._connection, batch, pair[0], summed
+        nonfinite, lacking, watch.stale, wanted = compare_ranks(*known, self._copies, flags)
         shape.captures.agree(wanted)
         if gradients:
             self.gradients_everywhere = not lacking
@@ -141,7 +140,6 @@ class StepRunner:
         if nonfinite and gradients:
             sums.start((), shape.measured)  # the repetition would find an old infinity in a sum
             unlabelled = divisors.isinf().nonzero().flatten().tolist()
-            known = manifest, self._connection, batch, pair[0], summed
             with self._connection.exchange():
                 why = explain_nonfinite(*known, unlabelled, repeat)
             raise FloatingPointError(why)
@@ -151,7 +149,7 @@ class StepRunner:
         return pair[0].to(self._loss_dtype)
 
     def _run_schedule(
-        self, shape: Executor, inputs: Mapping[int, Inputs], divisors: Tensor, gradients: bool
+        self, shape: Executor, inputs: Inputs, divisors: Tensor, gradients: bool
     ) -> tuple[Tensor, Callable[[], object]]:
         """Run the schedule once, on `inputs` by stage; return the result of `share_loss`, and a repetition of it.
 
@@ -160,14 +158,13 @@ class StepRunner:
         watch = self.weights.watch
         trained = watch.agree(self._connection) if gradients else watch.agreed
         sums, seeds = self.weights.sums, None
-        leaves = shape.read_leaves(watch.tensors, self.weights.narrow, trained, sums)
-        sums.leaves = leaves
+        shape.renew_leaves(watch.tensors, self.weights.narrow, trained, sums)
         if gradients:
             lent = (p.grad for p in self.weights.leaves.values() if p.grad is not None)
             sums.start(lent, shape.measured)
             scale = 1.0 if self.loss_scale is None else self.loss_scale.value
             seeds = scale / divisors
-        run = partial(shape.run, leaves.by_stage, inputs, seeds, self.weights.await_stage)
+        run = partial(shape.run, inputs, seeds, self.weights.await_stage)
         position = self._connection.position
         with self._connection.exchange():
             losses = run(sums)

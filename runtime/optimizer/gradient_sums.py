@@ -33,6 +33,9 @@ def list_complete(manifest: Manifest, pipeline_rank: int, actions: Sequence[Acti
     return found
 
 
+Key = str | int  # of what this rank steps: a parameter by its name, a part of a shard by the shard's position
+
+
 class Row(NamedTuple):
     """Finished sums in a row of memory: of the parameters `names` of its `bucket`, or of a part of a shard."""
 
@@ -41,9 +44,9 @@ class Row(NamedTuple):
     names: Sequence[str]
 
 
-def read_gradients(rows: Iterable[Row], keys: Iterable[str | int]) -> list[Tensor | None]:
+def read_gradients(rows: Iterable[Row], keys: Iterable[Key]) -> list[Tensor | None]:
     """Return the gradients in `rows` of parameters, by name, and of shards, by their position; None where none came."""
-    found: dict[str | int, Tensor] = {}
+    found: dict[Key, Tensor] = {}
     for row, bucket, names in rows:
         if bucket.shard is None:
             found.update(bucket.read(row, names).items())

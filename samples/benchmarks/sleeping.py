@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from autoptd.runtime.comm.connection import connect
 from autoptd.runtime.engine.executor import Executor, ShapeFunctions
+from autoptd.runtime.optimizer.gradient_memory import StageLeaves
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
@@ -132,7 +133,7 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
     schedule = make_schedule(case.schedule, case.num_ranks, case.num_microbatches, case.num_model_chunks)
     program = ShapeFunctions(manifest, functions, dict, schedule, {})
     executor = Executor(program, connect(manifest, CPU, repr(case)), {}, graphs=False)
-    weights = {index: dict(stage.named_parameters()) for index, stage in stages.items()}
+    executor.leaves = StageLeaves({index: dict(stage.named_parameters()) for index, stage in stages.items()})
     rows: list[tuple[Tensor, ...]] = [(x,) for x in batch.split(1)]
     nothing: list[tuple[Tensor, ...]] = [()] * case.num_microbatches
     inputs = {index: nothing if index else rows for index in stages}
@@ -141,7 +142,7 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
     def pass_by(stage: int) -> None:
         """Nothing begins or ends with a stage: there are no gradients to sum."""
 
-    return partial(executor.run, weights, inputs, seeds, pass_by)
+    return partial(executor.run, inputs, seeds, pass_by)
 
 
 def make_torch_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Callable[[], object]:

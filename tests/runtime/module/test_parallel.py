@@ -502,11 +502,11 @@ def interrupt_run(monkeypatch: pytest.MonkeyPatch, parallel: Parallel, calls: in
     executor = parallel._runner.shape
     run, left = executor.run, iter(range(calls, 0, -1))
 
-    def interrupt(weights: Any, inputs: Any, seeds: Any, *others: Any, **options: Any) -> Any:
+    def interrupt(inputs: Any, seeds: Any, *others: Any, **options: Any) -> Any:
         if next(left, 0) != 1:
-            return run(weights, inputs, seeds, *others, **options)
+            return run(inputs, seeds, *others, **options)
         first = min(executor.stages)
-        executor.stages[first].start(weights[first], inputs[first], seeds)
+        executor.stages[first].start(executor.leaves.by_stage[first], inputs[first], seeds)
         raise InterruptionError
 
     monkeypatch.setattr(executor, "run", interrupt)
