@@ -186,9 +186,9 @@ class Executor:
             if sender is not None and receiver is not None:
                 sender.puts[kind.send] = receiver.takes[kind.receive] = LocalBoundary()
             elif sender is not None:
-                out = self._connection.outgoing[target % self.manifest.mesh.pipeline]
+                channel = self._connection.outgoing[target % self.manifest.mesh.pipeline]
                 label = f"stage {source} -> {target}"
-                sender.puts[kind.send] = SendBuffer(values, out, *shared, self.sent, label)
+                sender.puts[kind.send] = SendBuffer(values, channel, *shared, self.sent, label)
             elif receiver is not None:
                 channel = self._connection.incoming[source % self.manifest.mesh.pipeline]
                 receiver.takes[kind.receive] = RecvBuffer(values, channel, *shared, self._device)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class StageCall:
 
     def run(self, weights: Weights, values: Sequence[Tensor], trains: bool) -> tuple[list[Tensor], Kept]:
         """Return the outputs, and what the backward needs where it `trains`."""
-        given, sends = list(values), self.interface.sends
+        given = list(values)
         leaves = [i for i, b in enumerate(self.interface.receives) if b.requires_grad and trains]
         for index in leaves:
             given[index] = given[index].detach().requires_grad_()
@@ -48,10 +49,8 @@ class StageCall:
         outputs = result if isinstance(result, tuple) else (result,)
         if len(outputs) != (expected := self.interface.num_sent + len(self.interface.outputs)):
             raise ValueError(f"the stage gave {len(outputs)} values; expected {expected}")
-        crossing = (
-            [x for x, b in zip(outputs, sends, strict=False) if b.requires_grad] if sends else outputs[:1]
-        )
-        roots = crossing if trains else ()
+        differentiable = [boundary.requires_grad for boundary in self.interface.sends] or [True]  # the loss
+        roots = compress(outputs, differentiable) if trains else ()
         # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
         edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]
         return [x.detach() for x in outputs], Kept([given[i] for i in leaves], edges)
