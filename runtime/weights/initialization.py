@@ -39,11 +39,8 @@ def draw_slice(parameter: Parameter, rank: Rank, seed: int) -> Tensor:
     chunk = CPU_CHUNK if rank.device.type == "cpu" else DEVICE_CHUNK
     for start in range(0, flat.numel(), chunk):
         places = torch.arange(start, min(start + chunk, flat.numel()), device=rank.device)
-        if rows is None:
-            flat[start : start + chunk] = draw_elements(parameter, seed, places)
-        else:
-            elements, padding = _find_elements(parameter, rows, places)
-            flat[start : start + chunk] = draw_elements(parameter, seed, elements).masked_fill_(padding, 0)
+        elements, padding = _find_elements(parameter, rows, places)
+        flat[start : start + chunk] = draw_elements(parameter, seed, elements).masked_fill_(padding, 0)
     return made
 
 
@@ -52,10 +49,7 @@ def draw_elements(parameter: Parameter, seed: int, elements: Tensor) -> Tensor:
     values = torch.zeros(elements.shape, dtype=torch.float64, device=elements.device)
     for draw in parameter.initial:
         inside = _find_inside(draw, parameter.shape, elements)
-        if inside is None:
-            values = _draw(draw, seed, parameter.name, elements)
-        elif len(inside):
-            values[inside] = _draw(draw, seed, parameter.name, elements[inside])
+        values[inside] = _draw(draw, seed, parameter.name, elements[inside])
     return values
 
 
@@ -68,20 +62,21 @@ def _find_rows(parameter: Parameter, rank: Rank) -> Tensor | None:
     return replace(on_tensor, dim=0).take(numbers, tensor.size, tensor.index) - 1
 
 
-def _find_elements(parameter: Parameter, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def _find_elements(parameter: Parameter, rows: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return the elements of the whole tensor at `places` of the slice, and a mask of those that are padding."""
     dim = parameter.placement["tensor"].dim
-    assert dim is not None
+    if dim is None or rows is None:
+        return places, torch.zeros_like(places, dtype=torch.bool)
     inner = math.prod(parameter.shape[dim + 1 :])
     row = rows[places // inner % len(rows)]
     before = places // (inner * len(rows))
     return (before * parameter.shape[dim] + row) * inner + places % inner, row < 0
 
 
-def _find_inside(draw: Draw, shape: tuple[int, ...], elements: Tensor) -> Tensor | None:
-    """Return the places of `elements` that are in the draw's box; None for all."""
+def _find_inside(draw: Draw, shape: tuple[int, ...], elements: Tensor) -> Tensor | slice:
+    """Return the places of `elements` that are in the draw's box."""
     if not draw.box:
-        return None
+        return slice(None)
     inside = torch.ones_like(elements, dtype=torch.bool)
     for index, (first, end) in zip(torch.unravel_index(elements, shape), draw.box, strict=True):
         inside &= (index >= first) & (index < end)
