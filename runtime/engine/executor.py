@@ -114,7 +114,7 @@ class StageRun:
         self._randomness.moment = slot.moment
         values = [*received, *self._inputs[microbatch]]
         results = slot.forward(self._weights, values, self._moments[microbatch], trains)
-        sent = self.interface.num_sent
+        sent = len(self.interface.sends) or 1  # the loss
         outputs, self.outputs[microbatch] = results[:sent], results[sent:]
         if departure is None:
             (self.losses[microbatch],) = outputs

@@ -47,9 +47,9 @@ class StageCall:
             given[index] = given[index].detach().requires_grad_()
         result = self.function(weights, *given)
         outputs = result if isinstance(result, tuple) else (result,)
-        if len(outputs) != (expected := self.interface.num_sent + len(self.interface.outputs)):
-            raise ValueError(f"the stage gave {len(outputs)} values; expected {expected}")
         differentiable = [boundary.requires_grad for boundary in self.interface.sends] or [True]  # the loss
+        if len(outputs) != (expected := len(differentiable) + len(self.interface.outputs)):
+            raise ValueError(f"the stage gave {len(outputs)} values; expected {expected}")
         roots = compress(outputs, differentiable) if trains else ()
         # The edge alone keeps the graph: an output that no operator saved is freed once it has been sent.
         edges = [get_gradient_edge(root) if root.requires_grad else None for root in roots]

@@ -86,11 +86,6 @@ class StageInterface:
     parameters: tuple[str, ...]
     outputs: tuple[Result, ...] = ()
 
-    @property
-    def num_sent(self) -> int:
-        """The number of results before the `outputs`."""
-        return len(self.sends) or 1
-
 
 OutputKind = Literal["tensor", "tuple", "dict", "dataclass"]
 
