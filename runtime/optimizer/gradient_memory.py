@@ -125,10 +125,7 @@ class GradientMemory:
         return {name: [view, *self.further.get(name, ())] for name, view in bucket.views.items()}
 
     def begin(self, lent: Iterable[Tensor]) -> None:
-        """Begin a step; `lent` are the gradients that parameters have, which get memory of their own.
-
-        Other tensors in the memory of a bucket keep it, and the bucket takes another.
-        """
+        """Begin a step; move `lent` gradients out of the buckets, and buckets out of memory that other tensors keep."""
         own = {bucket.flat.data_ptr() for bucket in self}
         for gradient in lent:
             if gradient.untyped_storage().data_ptr() in own:

@@ -50,10 +50,7 @@ class FlatShard:
         return flat.view(self._group.size, len(flat) // self._group.size)[self._group.index]
 
     def _view(self) -> dict[str, Tensor]:
-        """Return the parameters' parts of `flat`, in its memory, each as a storage of its own.
-
-        A common storage would be taken for that of tied weights, which a file gets once.
-        """
+        """Return the parts of `flat`, each its own storage: a file gets a common one once, as that of tied weights."""
         rows = self.flat[: self._used].split([shape.numel() for shape in self.shapes])
         named = zip(self.names, rows, self.shapes, strict=True)
         views = {name: row.view(shape) for name, row, shape in named}
