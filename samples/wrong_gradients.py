@@ -179,7 +179,7 @@ class Fault:
 
 
 HEAD = "head = collectives.copied_linear("
-SDPA = "blocks0_repeat_interleave_1, bitwise_and"
+PACKED = "blocks0_repeat_interleave_1, documents=documents"
 PARTIAL = "rank, blocks0_out)"
 BIAS = 'p["blocks.0.out.bias"]'
 OWN_CLASSES = "(lambda rank, x, y, vocabulary: aten.cross_entropy_loss(x, aten.clamp(y, 0, 18)))"
@@ -218,10 +218,7 @@ FAULTS = (
     Fault(
         "layers are lost where stages do not divide them",
         "Megatron-LM #1304, mlx-lm #1688",
-        rewrite(
-            ("        blocks1_add,  ", "        blocks0_add,  "),
-            ("        blocks1_down_g,  ", "        blocks0_down_g,  "),
-        ),
+        rewrite(("return blocks1_add_1 ", "return blocks0_add_1 ")),
     ),
     Fault(
         "the tied embedding's gradients are not summed over the stages", "piper #13", call=untied_gradients
@@ -287,7 +284,7 @@ FAULTS = (
     Fault(
         "packed documents attend to each other",
         "trl #6843, axolotl #131",
-        rewrite((SDPA, SDPA.replace("bitwise_and", 'p["constant.tril"]'))),
+        rewrite((PACKED, f"{PACKED} * 0")),
     ),
     Fault(
         "a sequence is split twice, so that a part is read twice",

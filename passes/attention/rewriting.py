@@ -11,6 +11,7 @@ from torch import fx
 
 from autoptd.passes.attention.chain import Chain, read_scale
 from autoptd.passes.attention.constants import Constants
+from autoptd.passes.attention.documents import read_documents
 from autoptd.passes.attention.masks import Mask, Masks
 from autoptd.passes.attention.products import Factor, Result, Step
 from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, describe, info, shape_of
@@ -57,13 +58,15 @@ class Rewriter:
         shape = max(shapes, key=len)
         if any(len(other) == len(shape) and other != shape for other in shapes):
             return "its views regroup the heads"
-        mask = self.masks.combine(steps, shape, dtype)
+        mask = read_documents(self.constants, steps, shape) or self.masks.combine(steps, shape, dtype)
         if isinstance(mask, str) or mask.doubt:
             return mask if isinstance(mask, str) else mask.doubt
         factors = [self._shape_factor(f, shape, result.node) for f in (queries, keys, result.values)]
         if any(factor is None for factor in factors) or shape_of(factors[0])[:-2] != shape[:-2]:  # type: ignore[arg-type]
             return "its factors do not have the batch and heads of its scores"
         q, k, v = (factor for factor in factors if factor is not None)
+        if mask.verdict == "packed" and shape_of(k)[1] != shape_of(v)[1]:
+            return "its values have other heads than its keys, and its mask is computed in the step"
         (q, of_queries), (k, of_keys) = self._without_scale(q), self._without_scale(k)
         scale = prod(s.factor for s in steps if s.kind == "scale") * of_queries * of_keys
         self._write_whole(result, (q, k, v), mask, scale)
@@ -73,9 +76,11 @@ class Rewriter:
     def _write_whole(self, result: Result, factors: Sequence[fx.Node], mask: Mask, scale: float) -> None:
         old = result.node
         masks = () if mask.constant is None else (self._load(mask.constant, old),)
+        target: Any = aten.scaled_dot_product_attention.default
         options: dict[str, Any] = {"is_causal": True} if mask.verdict == "causal" else {}
-        sdpa = aten.scaled_dot_product_attention.default
-        new = self._emit(old, sdpa, *factors, *masks, **options, scale=scale)
+        if mask.verdict == "packed":
+            target, options = kernels.packed_attention, {"documents": mask.given}
+        new = self._emit(old, target, *factors, *masks, **options, scale=scale)
         change_info(new, name=re.sub(r"(matmul|bmm|einsum)(_\d+)?$", "sdpa", old.name))
         self.group_heads(new)
         if result.dims is not None:
@@ -133,19 +138,34 @@ class Rewriter:
         heads = {shape_of(n)[1] for n in (keys, values) if n is not None}
         if None not in (keys, values) and len(heads) == 1 and not heads & {q.shape[1]}:
             node.args = (node.args[0], keys, values)
-            node.kwargs = {**node.kwargs, "enable_gqa": True}
+            if node.target is not kernels.packed_attention:
+                node.kwargs = {**node.kwargs, "enable_gqa": True}
             self.changed = True
 
     def drop_mask(self, node: fx.Node) -> str:
         """Take away the mask of an attention that is fused already, if its meaning is proved; return it in words."""
         place = rules_of(node).mask
-        given = self.masks.read(argument(node, *place) if place else None)
+        mask = argument(node, *place) if place else None
+        given = self._find_documents(node, mask) or self.masks.read(mask)
         if place is not None and len(node.args) > place[0] and given.verdict != "kept":
-            node.args = node.args[: place[0]]
-            node.kwargs = {**({"is_causal": True} if given.verdict == "causal" else {}), **node.kwargs}
+            options: dict[str, Any] = {"is_causal": True} if given.verdict == "causal" else {}
+            if given.verdict == "packed":
+                node.target, options = kernels.packed_attention, {"documents": given.given}
+                node.kwargs = {name: value for name, value in node.kwargs.items() if name == "scale"}
+            node.args, node.kwargs = node.args[: place[0]], {**options, **node.kwargs}
             self.changed, self.proved = True, self.proved | given.proved
         causal = argument(node, 5 if has_trait(node, Trait.FUSED_ATTENTION) else 3, "is_causal", False)
         return "causal" if causal else given.words
+
+    def _find_documents(self, node: fx.Node, mask: Any) -> Mask | None:
+        """Return the mask of documents of an attention that is fused already, and may compute it by itself."""
+        if mask is None or not has_trait(node, Trait.FUSED_ATTENTION):
+            return None
+        q, k, v = (n for n in node.args[:3] if isinstance(n, fx.Node))
+        shape = (*shape_of(q)[:-1], shape_of(k)[-2])
+        if shape_of(k)[:-1] != shape_of(v)[:-1] or shape_of(k)[0] != shape[0]:
+            return None  # one is spread over the others
+        return read_documents(self.constants, [Step(q, "fill", shape, float("-inf"), mask)], shape)
 
     # The part around the softmax
 

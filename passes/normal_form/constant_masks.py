@@ -30,7 +30,8 @@ class MaskJudge:
     def _judge(self, mask: fx.Node) -> str:
         shape = mask.meta["val"].shape
         if len(shape) < 2:
-            return "kept"
+            value = self.value(mask)
+            return "open" if value is not None and bool(value.all()) else "kept"
         is_open, is_causal = True, shape[-2] == shape[-1]
         for start, block in self.blocks(mask):
             if block is None:

@@ -43,6 +43,16 @@ def attention_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     return (*axis_map.align_leading(node, leading), length, value_size)
 
 
+def _packed_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
+    """Attention inside of documents: their numbers lie along the sequence, and the batch unless samples share them."""
+    own = attention_axes(axis_map, node)
+    documents = axis_map.of(node.kwargs["documents"])
+    for axis, mine in zip(reversed(documents), (own[-2], own[0]), strict=False):
+        if axis.size != 1:
+            ax.unify(axis, mine)
+    return own
+
+
 def _softmax_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """The mask spreads over the scores; queries and keys stay whole."""
     own = broadcast(axis_map, node)
@@ -193,6 +203,7 @@ RULES: Mapping[Any, OperatorRules] = {
         _FUSED, axes=attention_axes, local=attention_local, order=users_order, mask=(3, "attn_mask")
     ),
     kernels.grouped_attention: _FUSED,
+    kernels.packed_attention: replace(_FUSED, axes=_packed_axes, local=attention_local, order=users_order),
     kernels.scaled_softmax: replace(
         _SOFTMAX, keeps="result", mask=(2, "mask"), traits=Trait.SOFTMAX | Trait.ANY_PLACEMENT
     ),

@@ -13,7 +13,7 @@ written out. A mask is not saved but drawn again in backward, by `randomness.dra
 from autoptd.runtime.kernels.activation import bias_gelu, gated_product, linear_gelu
 from autoptd.runtime.kernels.autograd_function import autograd_function
 from autoptd.runtime.kernels.class_scores import clear_padding, maximum, nll_loss, one_hot, pick
-from autoptd.runtime.kernels.grouped_attention import grouped_attention
+from autoptd.runtime.kernels.fused_attention import grouped_attention, packed_attention
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
 from autoptd.runtime.kernels.keyed_uniform import uniform
 from autoptd.runtime.kernels.linear import add_linear, linear, split_linear
@@ -26,5 +26,5 @@ from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, logsume
 __all__ = ["add_layer_norm", "add_linear", "add_rms_norm", "autograd_function", "bias_dropout_add"]
 __all__ += ["bias_gelu", "clear_padding", "cross_entropy", "dropout", "embedding", "gated_product"]
 __all__ += ["grouped_attention", "layer_norm", "linear", "linear_gelu", "logsumexp", "lookup", "maximum"]
-__all__ += ["nll_loss", "one_hot", "pick", "quantized_linear", "rms_norm", "rotary_embedding"]
-__all__ += ["scaled_softmax", "split_linear", "uniform"]
+__all__ += ["nll_loss", "one_hot", "packed_attention", "pick", "quantized_linear", "rms_norm"]
+__all__ += ["rotary_embedding", "scaled_softmax", "split_linear", "uniform"]
