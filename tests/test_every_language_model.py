@@ -41,9 +41,11 @@ SIZES = {
 # Of classes whose layers must be of certain kinds, or whose sizes hang together in other ways.
 OWN: dict[str, dict[str, Any]] = {
     "BailingHybridForCausalLM": {"num_expert_group": 2},
+    "DeepseekV2ForCausalLM": {"topk_group": 1, "num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "MptForCausalLM": {"attn_config": {}},
     "NemotronForCausalLM": {"num_key_value_heads": 4},
     "Qwen4ExpForCausalLM": {"layer_types": ["linear_attention"] * 4},
     "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds": False},

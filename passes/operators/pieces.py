@@ -204,7 +204,9 @@ def _join_order(writer: LayoutWriter, node: fx.Node) -> Written:
     transposed = [order for order in orders if order.transposed]
     out = replace(writer.order(node), transposed=bool(transposed))
     known, dim = (transposed or [out])[0], read_dim(node, 1, len(out.shape))
+    kept = [d - (d > dim) for d in out.permutation if d != dim]  # by stack, whose dimension may part the two
     moved = any(order.pair != known.pair for order in transposed) or (out.merged and out.holds(dim))
+    moved |= len(out.shape) > len(known.shape) and kept != known.permutation
     # cat takes an empty list for a tensor of any rank
     if len({len(order.shape) for order in orders}) > 1 or (transposed and (moved or out.pair is None)):
         return None
