@@ -319,9 +319,7 @@ def _read_device(device: str | torch.device) -> torch.device:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:  # the last: a torch without CUDA
         expected = 'one that this machine has, such as "cpu" or "cuda:0", or None'
-        raise ValueError(
-            f"device is {device!r}: {str(error).splitlines()[0]}; expected {expected}"
-        ) from error
+        raise ValueError(f"device is {device!r}: {str(error).splitlines()[0]}; expected {expected}") from error
 
 
 def _default_device() -> torch.device:

@@ -51,9 +51,7 @@ def check_examples(model: nn.Module, examples: list[Any], loss_fn: LossFunction,
         with naming_shape(number, example):
             own = read_examples(model, example, loss_fn, None)
             if (kinds := _describe_kinds(own)) != (known := _describe_kinds(first)):
-                raise ValueError(
-                    f"it has {kinds}, and the first {known}: give the same inputs in other shapes"
-                )
+                raise ValueError(f"it has {kinds}, and the first {known}: give the same inputs in other shapes")
             same = seen.setdefault(tuple(value.shape for value in own.inputs), number)
             if same != number:
                 raise ValueError(f"it has the same shapes as example_inputs[{same}]: leave out one of them")

@@ -54,9 +54,7 @@ def recompute_activations(program: Program, *, recompute: str | int) -> Program:
     return program.replace_stages(stages, f"recompute_activations {recompute}: {entry}, {memory}")
 
 
-def _find_groups(
-    program: Program, recompute: str | int, ledgers: Sequence[Ledger]
-) -> tuple[list[list[Parts]], str]:
+def _find_groups(program: Program, recompute: str | int, ledgers: Sequence[Ledger]) -> tuple[list[list[Parts]], str]:
     """Return the groups of each stage that are worth it, and a line on how they were found."""
     if recompute == "selective":
         found: list[list[Parts]] = [[[core] for core in find_cores(stage.graph)] for stage in program.stages]

@@ -148,9 +148,7 @@ def draw_uniform(key: Key, moment: Tensor, shape: Sequence[int], dtype: torch.dt
     return (2 * ((words.long() & WORD) >> (32 - bits)) + 1).to(dtype) * 0.5 ** (bits + 1)
 
 
-def _draw_whole(
-    key: Key, moment: Tensor, dropped: int | None, shape: Sequence[int], causal: bool = False
-) -> Tensor:
+def _draw_whole(key: Key, moment: Tensor, dropped: int | None, shape: Sequence[int], causal: bool = False) -> Tensor:
     """Return which elements are kept, or their numbers where None are `dropped`; see `_draw`."""
     device = moment.device
     if 0 in shape:

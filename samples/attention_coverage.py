@@ -30,12 +30,7 @@ VOCABULARY, LENGTH = 61, 16
 IMPLEMENTATIONS = ("eager", "sdpa")
 
 _SIZES: dict[str, Any] = {
-    **{
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "max_position_embeddings": LENGTH,
-    },
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": LENGTH},
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False},
     **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None},
 }
@@ -43,13 +38,7 @@ _GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": LENGTH}
 _PDROP = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 _NEO = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 4}
 _LATENT = {
-    **{
-        "num_key_value_heads": 4,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "kv_lora_rank": 8,
-    },
+    **{"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8},
     **{"q_lora_rank": 12, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     **{"first_k_dense_replace": 1, "moe_intermediate_size": 16},
 }
@@ -77,12 +66,7 @@ CLASSES: Mapping[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 4},
     "DeepseekV3ForCausalLM": _LATENT,
     "BertForMaskedLM": _DROPPED,
-    "T5ForConditionalGeneration": {
-        **_T5,
-        "dropout_rate": 0.0,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-    },
+    "T5ForConditionalGeneration": {**_T5, "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0},
     "ViTForImageClassification": {**_DROPPED, **_IMAGE},
 }
 

@@ -79,13 +79,7 @@ def load_corpus(folder: Path = FOLDER, vocab_size: int = VOCAB_SIZE) -> NDArray[
 
 
 def batches(
-    tokens: NDArray[np.uint16],
-    num_sequences: int,
-    length: int,
-    *,
-    seed: int,
-    replica: int = 0,
-    replicas: int = 1,
+    tokens: NDArray[np.uint16], num_sequences: int, length: int, *, seed: int, replica: int = 0, replicas: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (idx, targets), each [num_sequences, length], for one of `replicas` data-parallel replicas.
 

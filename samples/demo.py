@@ -43,9 +43,7 @@ def compile_program(console: Console, folder: Path, arguments: Sequence[str]) ->
     console.print(str(program.verify()), markup=False, highlight=False, end="\n\n")
 
 
-def run_training(
-    console: Console, name: str, arguments: Sequence[str], num_processes: int, steps: int
-) -> None:
+def run_training(console: Console, name: str, arguments: Sequence[str], num_processes: int, steps: int) -> None:
     """Run the training sample in its own processes; show a bar, or its lines without a terminal."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
     command = [sys.executable, *(launcher if num_processes > 1 else []), "-m", "samples.train", *arguments]
@@ -81,9 +79,7 @@ def show_losses(console: Console, parallel: list[dict[str, float]], plain: list[
     for ours, theirs in zip(parallel, plain, strict=True):
         if ours["step"] == 1 or ours["step"] % every == 0:
             difference = abs(ours["loss"] - theirs["loss"]) / theirs["loss"]
-            table.add_row(
-                f"{ours['step']}", f"{ours['loss']:.6f}", f"{theirs['loss']:.6f}", f"{difference:.1e}"
-            )
+            table.add_row(f"{ours['step']}", f"{ours['loss']:.6f}", f"{theirs['loss']:.6f}", f"{difference:.1e}")
     rates = [statistics.median(step["tokens_per_second"] for step in log[1:]) for log in (parallel, plain)]
     table.add_section()
     table.add_row("tokens/s", f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", f"{rates[0] / rates[1]:.2f} times")
@@ -91,9 +87,7 @@ def show_losses(console: Console, parallel: list[dict[str, float]], plain: list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     args = parser.parse_args()
@@ -107,11 +101,7 @@ def main() -> None:
     logs = {name: args.out / f"{name}.jsonl" for name in ("parallel", "plain")}
     shared = ["--mesh", ",".join(map(str, MESH)), "--steps", str(args.steps)]
     run_training(
-        console,
-        "8 processes",
-        [*shared, *chunks, "--losses", str(logs["parallel"])],
-        math.prod(MESH),
-        args.steps,
+        console, "8 processes", [*shared, *chunks, "--losses", str(logs["parallel"])], math.prod(MESH), args.steps
     )
     run_training(console, "one device ", [*shared, "--plain", "--losses", str(logs["plain"])], 1, args.steps)
     show_losses(console, read_log(logs["parallel"]), read_log(logs["plain"]))

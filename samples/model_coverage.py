@@ -30,15 +30,7 @@ from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from autoptd.text.reader import program_filename
 from autoptd.weights.sources import read_weights
-from samples.attention_coverage import (
-    CLASSES,
-    EXPERTS,
-    LENGTH,
-    VOCABULARY,
-    make_inputs,
-    make_model,
-    randomize,
-)
+from samples.attention_coverage import CLASSES, EXPERTS, LENGTH, VOCABULARY, make_inputs, make_model, randomize
 from samples.gpt import GPT, GPTConfig
 
 MESH = (2, 2, 1)
@@ -53,10 +45,7 @@ HEADINGS = (
     "FLOPs",
     "remark",
 )
-GPTS: Mapping[str, bool] = {
-    "nanoGPT's kind (samples/gpt.py)": True,
-    "the same, head not tied (minGPT)": False,
-}
+GPTS: Mapping[str, bool] = {"nanoGPT's kind (samples/gpt.py)": True, "the same, head not tied (minGPT)": False}
 REMARKS = {
     **dict.fromkeys(EXPERTS, "every tensor rank has all experts"),
     "Olmo2ForCausalLM": "queries and keys are normed over all heads together, so attention is replicated",
@@ -83,16 +72,12 @@ def save_plain(model: nn.Module, folder: Path) -> None:
         return
     folder.mkdir()
     first = dict(model.named_parameters())  # of tied ones the first name
-    save_file(
-        {name: x.detach() for name, x in first.items()}, str(folder / "model.safetensors"), {"format": "pt"}
-    )
+    save_file({name: x.detach() for name, x in first.items()}, str(folder / "model.safetensors"), {"format": "pt"})
 
 
 def pass_through(program: CompiledProgram, source: Path, target: Path) -> None:
     """Let every rank, a thread each, read its rows of `source`, and all together write `target`."""
-    texts = [
-        read_program(text, program_filename(i, len(program.texts))) for i, text in enumerate(program.texts)
-    ]
+    texts = [read_program(text, program_filename(i, len(program.texts))) for i, text in enumerate(program.texts)]
 
     def work(connection: Connection) -> None:
         text = texts[connection.rank.coordinates.pipeline]
@@ -152,10 +137,7 @@ def measure_row(name: str) -> tuple[str, ...]:
     loss = abs(report.loss - report.reference_loss) / abs(report.reference_loss)
     errors = f"{loss:.0e}", f"{max(report.gradient_errors.values()):.0e}"
     division = describe_division(program)
-    return (
-        *(name, str(len(program.stages)), *division, *errors, same),
-        *(compare_flops(name), REMARKS.get(name, "")),
-    )
+    return (*(name, str(len(program.stages)), *division, *errors, same), *(compare_flops(name), REMARKS.get(name, "")))
 
 
 def list_rows() -> Iterator[tuple[str, ...]]:

@@ -40,9 +40,7 @@ WITHOUT_GRAPHS: Mapping[str, Any] = {"graphs": False}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="gpt")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
@@ -58,9 +56,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=20, help="steps of rising learning rate")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--plain", action="store_true", help="the model itself on one device, the mesh's batches"
-    )
+    parser.add_argument("--plain", action="store_true", help="the model itself on one device, the mesh's batches")
     parser.add_argument("--no-graphs", action="store_true", help="launch kernels one by one on CUDA devices")
     parser.add_argument("--losses", type=Path, default=None, help="write a JSON line per step to this file")
     args = parser.parse_args(argv)
@@ -120,9 +116,7 @@ def train(args: argparse.Namespace) -> Iterator[tuple[float, float]]:
     if args.plain:
         num_sequences *= args.mesh[2]
         model.to("cuda" if torch.cuda.is_available() else "cpu")
-        clip_gradients: Callable[[float], Tensor] = partial(
-            nn.utils.clip_grad_norm_, list(model.parameters())
-        )
+        clip_gradients: Callable[[float], Tensor] = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     else:
         program = compile_program(model, args)  # (+)
         model = parallel = program.bind(**WITHOUT_GRAPHS if args.no_graphs else {})  # (+)

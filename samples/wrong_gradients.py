@@ -109,9 +109,7 @@ def untied_gradients() -> AbstractContextManager[Any]:
 def own_norms() -> AbstractContextManager[Any]:
     """Clip on each rank by the norm of the gradients that it has."""
 
-    def norm(
-        manifest: Any, rank: Any, gradients: Mapping[str, Tensor], shards: Any, norm_type: float
-    ) -> Tensor:
+    def norm(manifest: Any, rank: Any, gradients: Mapping[str, Tensor], shards: Any, norm_type: float) -> Tensor:
         return torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
 
     return patch.object(gradient_norm, "global_norm", norm)
@@ -143,9 +141,7 @@ def run_loop(program: CompiledProgram, loop: Callable[[Parallel], None]) -> None
     def run(connection: Connection) -> None:
         text = programs[connection.rank.coordinates.pipeline]
         constants = text.constants or (lambda p: {})
-        loop(
-            Parallel(connection, ShapeFunctions(program.manifest, text.stages, constants, schedule, weights))
-        )
+        loop(Parallel(connection, ShapeFunctions(program.manifest, text.stages, constants, schedule, weights)))
 
     run_threads(program.manifest, run)
 
@@ -192,16 +188,8 @@ FAULTS = (
         "torchtitan #2972",
         rewrite(("return loss ", f"return {scale_gradient('loss', LENGTH)} ")),
     ),
-    Fault(
-        "gradients are divided by the number of microbatches twice",
-        "AReaL #1273",
-        call=lambda: scaled_seeds(0.25),
-    ),
-    Fault(
-        "gradients are scaled by all ranks, not by the replicas",
-        "torchtune #2420",
-        call=lambda: scaled_seeds(4),
-    ),
+    Fault("gradients are divided by the number of microbatches twice", "AReaL #1273", call=lambda: scaled_seeds(0.25)),
+    Fault("gradients are scaled by all ranks, not by the replicas", "torchtune #2420", call=lambda: scaled_seeds(4)),
     Fault(
         "only the last microbatches train",
         "NeMo Automodel #3530",
@@ -211,18 +199,14 @@ FAULTS = (
     Fault(
         "activations of two microbatches are exchanged",
         "",
-        rewrite(
-            (ORDER, "warm-up: 0F0\nsteady: 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0B0 0RECV_B1 0F2 0SEND_F2 0B1")
-        ),
+        rewrite((ORDER, "warm-up: 0F0\nsteady: 0F1 0SEND_F1 0SEND_F0 0RECV_B0 0B0 0RECV_B1 0F2 0SEND_F2 0B1")),
     ),
     Fault(
         "layers are lost where stages do not divide them",
         "Megatron-LM #1304, mlx-lm #1688",
         rewrite(("return blocks1_add_1 ", "return blocks0_add_1 ")),
     ),
-    Fault(
-        "the tied embedding's gradients are not summed over the stages", "piper #13", call=untied_gradients
-    ),
+    Fault("the tied embedding's gradients are not summed over the stages", "piper #13", call=untied_gradients),
     Fault(
         "the head is untied in silence",
         "torch.distributed.pipelining",
@@ -241,10 +225,7 @@ FAULTS = (
     Fault(
         "a row-parallel bias is added by every rank",
         "text-generation-inference #1036",
-        rewrite(
-            (PARTIAL, f"rank, aten.add(blocks0_out, {BIAS}))"),
-            (f"bias={BIAS}, residual=add", "residual=add"),
-        ),
+        rewrite((PARTIAL, f"rank, aten.add(blocks0_out, {BIAS}))"), (f"bias={BIAS}, residual=add", "residual=add")),
     ),
     Fault(
         "a row-parallel bias gets 1/t of its gradient",
@@ -277,25 +258,15 @@ FAULTS = (
         rewrite(("loss = kernels.cross_entropy(", f"loss = {OWN_CLASSES}(")),
     ),
     Fault(
-        "a fused loss has no gradient",
-        "NeMo Automodel #2681",
-        rewrite(("return loss ", "return aten.detach(loss) ")),
+        "a fused loss has no gradient", "NeMo Automodel #2681", rewrite(("return loss ", "return aten.detach(loss) "))
     ),
-    Fault(
-        "packed documents attend to each other",
-        "trl #6843, axolotl #131",
-        rewrite((PACKED, f"{PACKED} * 0")),
-    ),
+    Fault("packed documents attend to each other", "trl #6843, axolotl #131", rewrite((PACKED, f"{PACKED} * 0"))),
     Fault(
         "a sequence is split twice, so that a part is read twice",
         "axolotl #3498",
         rewrite(('p["tokens.weight"], idx_sb', 'p["tokens.weight"], aten.cat([idx_sb[:4], idx_sb[:4]])')),
     ),
-    Fault(
-        "each rank clips by the norm of what it holds",
-        "NeMo Automodel #3816, ColossalAI #2192",
-        call=own_norms,
-    ),
+    Fault("each rank clips by the norm of what it holds", "NeMo Automodel #3816, ColossalAI #2192", call=own_norms),
     Fault(
         "the norm counts each tensor rank's copy",
         "NeMo RL #3788, TransformerEngine (ROCm) #715",
@@ -331,10 +302,7 @@ def find(fault: Fault) -> Found:
     edited = fault.edit(program) if fault.edit else program
     try:
         edited.check()
-    except (
-        autoptd.ProgramError,
-        ValueError,
-    ) as error:  # ValueError: the text does not even run on its shapes
+    except (autoptd.ProgramError, ValueError) as error:  # ValueError: the text does not even run on its shapes
         return Found("check", str(error))
     with fault.call():
         report = edited.verify(batch=make_batch(4 * 2))

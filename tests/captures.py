@@ -33,19 +33,7 @@ from autoptd.runtime.program.mesh import Mesh
 # `warn_caller` takes the frames of the library for its own, and ours stands between two of them.
 __name__ = f"autoptd.{__name__}"
 
-PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    type(Ellipsis),
-    torch.dtype,
-    torch.device,
-    enum.Enum,
-)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, enum.Enum)
 FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 MOST = 200  # captures that are held
 
@@ -67,12 +55,7 @@ class Captures:
         try:
             if not self.enabled:
                 raise UnknownError
-            key = (
-                freeze_modes(),
-                freeze(model),
-                freeze(loss_fn),
-                freeze(tree_map_only(Tensor, freeze_example, given)),
-            )
+            key = (freeze_modes(), freeze(model), freeze(loss_fn), freeze(tree_map_only(Tensor, freeze_example, given)))
         except (UnknownError, RecursionError):
             return capture(model, mesh=mesh, loss_fn=loss_fn, **given)
         if key in self._programs:
@@ -80,9 +63,7 @@ class Captures:
             self._programs.move_to_end(key)
             program, _ = self._programs[key]
             own = {name: program.buffers[name] for name in program.buffers} | {
-                name: tensor.detach()
-                for name, tensor in name_buffers(model, loss_fn)
-                if name in program.buffers
+                name: tensor.detach() for name, tensor in name_buffers(model, loss_fn) if name in program.buffers
             }
             return replace(program, mesh=mesh, buffers=own)
         with count_warnings() as counted:
@@ -153,18 +134,12 @@ def freeze_module(root: nn.Module) -> Hashable:
         if homes.setdefault(id(module), path) != path:
             found.append((path, homes[id(module)]))
             continue
-        attributes = {
-            n: v for n, v in vars(module).items() if n not in ("_parameters", "_buffers", "_modules")
-        }
-        found.append(
-            (path, type(module), type(module).forward, freeze(tuple(module._modules)), freeze(attributes))
-        )
+        attributes = {n: v for n, v in vars(module).items() if n not in ("_parameters", "_buffers", "_modules")}
+        found.append((path, type(module), type(module).forward, freeze(tuple(module._modules)), freeze(attributes)))
         for name, parameter in module._parameters.items():
             found.append((name, parameter is None or freeze_tensor(parameter, homes, f"{path}.{name}")))
         for name, buffer in module._buffers.items():
-            found.append(
-                (name, buffer is None or (freeze_tensor(buffer, homes, f"{path}.{name}"), hash_bytes(buffer)))
-            )
+            found.append((name, buffer is None or (freeze_tensor(buffer, homes, f"{path}.{name}"), hash_bytes(buffer))))
     return tuple(found)
 
 
@@ -174,23 +149,13 @@ def freeze_example(tensor: Tensor) -> Hashable:
 
 def freeze_tensor(tensor: Tensor, homes: dict[int, str], name: str) -> Hashable:
     home = homes.setdefault(id(tensor), name)
-    return (
-        type(tensor),
-        home,
-        tensor.dtype,
-        tensor.size(),
-        tensor.stride(),
-        tensor.device,
-        tensor.requires_grad,
-    )
+    return (type(tensor), home, tensor.dtype, tensor.size(), tensor.stride(), tensor.device, tensor.requires_grad)
 
 
 def hash_bytes(tensor: Tensor) -> str | None:
     if tensor.is_meta:
         return None
-    return hashlib.sha256(
-        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def freeze_modes() -> Hashable:
@@ -198,8 +163,7 @@ def freeze_modes() -> Hashable:
     if _get_current_function_mode_stack():
         raise UnknownError
     casts = tuple(
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
     return casts, torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 

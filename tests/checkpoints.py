@@ -57,11 +57,7 @@ def compile_config(kind: str, mesh: MeshShape) -> CompiledProgram:
     config = CONFIGS[kind]
     microbatches = SEQUENCES // mesh[2]
     return autoptd.compile(
-        make_model(config),
-        mesh,
-        example_inputs=make_batch(config, 1),
-        num_microbatches=microbatches,
-        schedule="1f1b",
+        make_model(config), mesh, example_inputs=make_batch(config, 1), num_microbatches=microbatches, schedule="1f1b"
     )
 
 
@@ -72,9 +68,7 @@ def bind_thread(program: CompiledProgram, connection: Connection) -> Parallel:
     assert program.model is not None
     constants = text.constants or (lambda p: {})
     weights = {**program.model.state_dict(), **program.buffers}
-    return Parallel(
-        connection, ShapeFunctions(program.manifest, text.stages, constants, program.schedule, weights)
-    )
+    return Parallel(connection, ShapeFunctions(program.manifest, text.stages, constants, program.schedule, weights))
 
 
 def train_steps(
@@ -110,19 +104,12 @@ def look(parallel: Parallel, optimizer: torch.optim.Optimizer | None, losses: li
     with torch.no_grad():
         for name, parameter in parallel.named_parameters():
             parameter.copy_(kept[name])
-    steps = {
-        name: {s: v for s, v in of.items() if not (isinstance(v, Tensor) and v.dim())}
-        for name, of in own.items()
-    }
-    options = (
-        [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
-    )
+    steps = {name: {s: v for s, v in of.items() if not (isinstance(v, Tensor) and v.dim())} for name, of in own.items()}
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
     return Seen(losses, model, states, [options, steps])
 
 
-def run_mesh(
-    kind: str, mesh: MeshShape, optimizer: str, body: Callable[[Parallel, Any, int], Seen]
-) -> list[Seen]:
+def run_mesh(kind: str, mesh: MeshShape, optimizer: str, body: Callable[[Parallel, Any, int], Seen]) -> list[Seen]:
     """``body(parallel, optimizer, replica)`` on every rank of `mesh`, a thread each."""
     program = compile_config(kind, mesh)
 
@@ -177,7 +164,5 @@ def move(kind: str, saved: MeshShape, loaded: MeshShape, optimizer: str, folder:
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """The same names and the same bits."""
     assert set(found) == set(expected)
-    differing = [
-        n for n, x in expected.items() if not torch.equal(x, found[n]) or x.dtype is not found[n].dtype
-    ]
+    differing = [n for n, x in expected.items() if not torch.equal(x, found[n]) or x.dtype is not found[n].dtype]
     assert not differing

@@ -16,9 +16,7 @@ def finish_uncut(program: Program, recompute: str | int = "none", fuse: bool = T
     return FusedOrder(program, select_passes(Options(recompute, fuse), "finish"))
 
 
-def cut_stages(
-    program: Program, *, recompute: str | int = "none", fuse: bool = True, **options: Any
-) -> Program:
+def cut_stages(program: Program, *, recompute: str | int = "none", fuse: bool = True, **options: Any) -> Program:
     """Cut the one stage of `program` where `find_cut` says; `options` and errors are its own."""
     found = find_cut(finish_uncut(program, recompute, fuse), **options)
     return cut_at(program, found.positions, found.entry)

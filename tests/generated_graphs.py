@@ -42,15 +42,11 @@ class GraphWriter:
             self.values.append(make(self, source))
         total = self.call(aten.sum.default, self.values[-1])
         if self.random.random() < 0.5:
-            total = self.call(
-                aten.add.Tensor, total, self.call(aten.sum.default, self.random.choice(self.values))
-            )
+            total = self.call(aten.add.Tensor, total, self.call(aten.sum.default, self.random.choice(self.values)))
         describe(self.graph.output(total), None, NodeInfo())
         empty = fx.Graph()
         describe(empty.output({}), None, NodeInfo())
-        return Program(
-            Mesh(1, 1, 1), (Stage(self.graph, self.parameters, empty),), (), Output("tensor"), {}, (), {}
-        )
+        return Program(Mesh(1, 1, 1), (Stage(self.graph, self.parameters, empty),), (), Output("tensor"), {}, (), {})
 
     def meta(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -104,9 +100,7 @@ class GraphWriter:
     def exact_gelu(self, x: fx.Node) -> fx.Node:
         root = self.random.choice((math.sqrt(2), 1.4142))
         error = self.call(aten.erf.default, self.call(aten.div.Tensor, x, root))
-        return self.call(
-            aten.mul.Tensor, self.two(aten.mul.Tensor, x, self.call(aten.add.Tensor, error, 1)), 0.5
-        )
+        return self.call(aten.mul.Tensor, self.two(aten.mul.Tensor, x, self.call(aten.add.Tensor, error, 1)), 0.5)
 
     def silu(self, x: fx.Node) -> fx.Node:
         if self.random.random() < 0.5:

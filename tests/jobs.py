@@ -31,9 +31,7 @@ class Ended:
     def lines(self) -> list[str]:
         """What the ranks wrote, in the order of their ends."""
         return [
-            line
-            for r in sorted(self.seconds, key=self.seconds.__getitem__)
-            for line in self.stderr[r].splitlines()
+            line for r in sorted(self.seconds, key=self.seconds.__getitem__) for line in self.stderr[r].splitlines()
         ]
 
 

@@ -68,11 +68,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def train_plain(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    microbatches: int,
-    training: Training = Training(),
-    batch_dim: int = 0,
+    model: nn.Module, batches: Sequence[Batch], microbatches: int, training: Training = Training(), batch_dim: int = 0
 ) -> Run:
     """Train a copy of `model`; each batch's loss is the mean over its `microbatches` (of all replicas)."""
     model = copy.deepcopy(model).train()
@@ -140,9 +136,7 @@ def train_compiled(
         return steps, state, None if probe is None else probe(parallel)
 
     results = run_ranks(work, mesh.size, timeout=timeout)
-    steps = [
-        join_step(program.manifest, own) for own in zip(*(steps for steps, _, _ in results), strict=True)
-    ]
+    steps = [join_step(program.manifest, own) for own in zip(*(steps for steps, _, _ in results), strict=True)]
     return Run(steps, results[0][1], [seen for _, _, seen in results])
 
 
@@ -224,10 +218,7 @@ def gradient_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def compare(
-    found: Step,
-    expected: Step,
-    loss_tolerance: float = LOSS_TOLERANCE,
-    gradient_tolerance: float = GRADIENT_TOLERANCE,
+    found: Step, expected: Step, loss_tolerance: float = LOSS_TOLERANCE, gradient_tolerance: float = GRADIENT_TOLERANCE
 ) -> None:
     """Raise ParityError, naming the worst parameter, unless loss, norm and every gradient agree."""
     error = abs(float(found.loss) - float(expected.loss)) / abs(float(expected.loss))
@@ -244,9 +235,7 @@ def compare(
         assert found.norm is not None
         error = abs(float(found.norm) - float(expected.norm)) / float(expected.norm)
         if not error <= gradient_tolerance:
-            raise ParityError(
-                f"gradient norm {float(found.norm)!r}, the plain model's is {float(expected.norm)!r}"
-            )
+            raise ParityError(f"gradient norm {float(found.norm)!r}, the plain model's is {float(expected.norm)!r}")
 
 
 def compare_states(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:

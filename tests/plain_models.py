@@ -34,9 +34,7 @@ class FlashAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.size()
-        q, k, v = (
-            y.view(b, t, HEADS, c // HEADS).transpose(1, 2) for y in self.c_attn(x).split(HIDDEN, dim=2)
-        )
+        q, k, v = (y.view(b, t, HEADS, c // HEADS).transpose(1, 2) for y in self.c_attn(x).split(HIDDEN, dim=2))
         if self.flash:
             p = self.dropout if self.training else 0
             y = functional.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=p, is_causal=True)
@@ -192,9 +190,7 @@ def _bloom() -> nn.Module:
 
 
 def _falcon() -> nn.Module:
-    return _llama_like(
-        "Falcon", multi_query=True, hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=64
-    )
+    return _llama_like("Falcon", multi_query=True, hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=64)
 
 
 PLAIN: dict[str, Callable[[], nn.Module]] = {

@@ -50,28 +50,18 @@ SAME: dict[str, Callable[[], Made]] = {
     "packed": generated(projection="packed"),
     "per-head-tied": generated(projection="per_head", tied=True, vocabulary=48),
     "rms-rotary-gate": generated(
-        projection="packed",
-        rms_norm=True,
-        rotary=True,
-        gated=True,
-        packed_gate=True,
-        bias=False,
-        qkv_bias=False,
+        projection="packed", rms_norm=True, rotary=True, gated=True, packed_gate=True, bias=False, qkv_bias=False
     ),
 }
 # One cast feeds several linears, or an operator is reordered: rounding differs.
 NEAR: dict[str, Callable[[], Made]] = {
     "three-gated": generated(gated=True),
-    "written-query-key-norm": generated(
-        projection="packed", attention="written", query_key_norm=True, rotary=True
-    ),
+    "written-query-key-norm": generated(projection="packed", attention="written", query_key_norm=True, rotary=True),
     "llama": transformers_model("llama"),
 }
 
 
-def compiled(
-    model: nn.Module, batch: Batch, mesh: tuple[int, int, int], **options: Any
-) -> autoptd.CompiledProgram:
+def compiled(model: nn.Module, batch: Batch, mesh: tuple[int, int, int], **options: Any) -> autoptd.CompiledProgram:
     with torch.autocast("cpu", BF16):
         return autoptd.compile(model, mesh, example_inputs={n: x[:1] for n, x in batch.items()}, **options)
 
@@ -107,9 +97,7 @@ def check_rounding(found: Step, plain: Step, exact: Step) -> None:
     assert set(found.gradients) == set(plain.gradients) == set(exact.gradients)
     for name, gradient in {**exact.gradients, "loss": exact.loss}.items():
         errors = [
-            float(
-                ((step.loss if name == "loss" else step.gradients[name]).double() - gradient.double()).norm()
-            )
+            float(((step.loss if name == "loss" else step.gradients[name]).double() - gradient.double()).norm())
             for step in (found, plain)
         ]
         # A key bias has no gradient but for rounding.
@@ -148,9 +136,7 @@ def test_on_a_mesh_the_error_is_that_of_the_plain_run(name: str) -> None:
 def test_a_region_inside_forward_is_what_is_on_around_compile() -> None:
     model, batch = sample_gpt()
     around = compiled(model, batch, (1, 2, 1), num_microbatches=MICROBATCHES)
-    inside = autoptd.compile(
-        _Region(model), (1, 2, 1), num_microbatches=MICROBATCHES, example_inputs=_first(batch)
-    )
+    inside = autoptd.compile(_Region(model), (1, 2, 1), num_microbatches=MICROBATCHES, example_inputs=_first(batch))
     assert inside.manifest.autocast is None
     (one,), (other,) = train_compiled(around, [batch]).steps, train_compiled(inside, [batch]).steps
     assert torch.equal(one.loss, other.loss)

@@ -138,15 +138,7 @@ def test_microbatches_of_the_default_schedule() -> None:
 
 
 def test_chunks_of_a_schedule_without() -> None:
-    refused(
-        ValueError,
-        "1f1b",
-        "not 2",
-        "interleaved_1f1b",
-        mesh=(1, 2, 1),
-        schedule="1f1b",
-        num_model_chunks=2,
-    )
+    refused(ValueError, "1f1b", "not 2", "interleaved_1f1b", mesh=(1, 2, 1), schedule="1f1b", num_model_chunks=2)
 
 
 # Options
@@ -163,11 +155,7 @@ def test_unknown_schedule(given: str, nearest: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "nearest"),
-    [
-        ("microbatches", "num_microbatches"),
-        ("scater_gather", "scatter_gather"),
-        ("chunks", "num_model_chunks"),
-    ],
+    [("microbatches", "num_microbatches"), ("scater_gather", "scatter_gather"), ("chunks", "num_model_chunks")],
 )
 def test_unknown_option(given: str, nearest: str) -> None:
     refused(TypeError, f"unknown option {given!r}", f"did you mean {nearest!r}", **{given: 2})
@@ -180,9 +168,7 @@ def test_counts(name: str, value: Any) -> None:
 
 
 def test_microbatch_size_against_the_example() -> None:
-    refused(
-        ValueError, "microbatch_size=3", "[2, 8]", example_inputs=make_batch(CONFIG, 2), microbatch_size=3
-    )
+    refused(ValueError, "microbatch_size=3", "[2, 8]", example_inputs=make_batch(CONFIG, 2), microbatch_size=3)
 
 
 # The model
@@ -236,9 +222,7 @@ def test_data_dependent_control_flow(kind: type[GeneratedGPT]) -> None:
     lines = Path(__file__).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"class {kind.__name__}("))
     number = next(i for i in range(start, len(lines)) if lines[i].endswith("# the line that is named")) + 1
-    refused(
-        ValueError, f"{HERE}:{number}", "control flow", "torch.where", "mask", model=kind(CONFIG).double()
-    )
+    refused(ValueError, f"{HERE}:{number}", "control flow", "torch.where", "mask", model=kind(CONFIG).double())
 
 
 @torch.library.custom_op("autoptd_bad_input::squash", mutates_args=())
@@ -440,9 +424,7 @@ def test_extra_argument(parallel: Parallel) -> None:
         "example_inputs",
         attention_mask=torch.ones(6, 8),
     )
-    batch_refused(
-        parallel, TypeError, "unexpected argument target", "did you mean targets", target=torch.ones(6, 8)
-    )
+    batch_refused(parallel, TypeError, "unexpected argument target", "did you mean targets", target=torch.ones(6, 8))
 
 
 def test_not_a_tensor(parallel: Parallel) -> None:

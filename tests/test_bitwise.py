@@ -18,17 +18,7 @@ import autoptd
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.program_text import read_program
 from tests.generated_models import GeneratedGPT, ModelConfig, make_batch, make_model
-from tests.parity import (
-    Batch,
-    Run,
-    Step,
-    Training,
-    compare,
-    gradient_errors,
-    split_batch,
-    train_compiled,
-    train_plain,
-)
+from tests.parity import Batch, Run, Step, Training, compare, gradient_errors, split_batch, train_compiled, train_plain
 
 STEPS, LR = 20, 0.1
 # A kernel that joins a sum and a norm adds gradients in another order where a stage ends between the two.
@@ -47,9 +37,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 CONFIGS = {
     "untied": ModelConfig(layers=3, projection="packed"),
-    "llama": ModelConfig(
-        layers=3, kv_heads=2, rms_norm=True, rotary=True, gated=True, bias=False, qkv_bias=False
-    ),
+    "llama": ModelConfig(layers=3, kv_heads=2, rms_norm=True, rotary=True, gated=True, bias=False, qkv_bias=False),
     "parallel-residual": ModelConfig(
         layers=3, projection="per_head", parallel_residual=True, rotary=True, attention="written"
     ),
@@ -150,11 +138,7 @@ def train_one_device(kind: str, microbatches: int, separate: tuple[str, ...]) ->
 
 
 def _check_against_autograd(
-    device: OneDevice,
-    tensors: Mapping[str, Tensor],
-    batch: Batch,
-    microbatches: int,
-    gradients: Mapping[str, Tensor],
+    device: OneDevice, tensors: Mapping[str, Tensor], batch: Batch, microbatches: int, gradients: Mapping[str, Tensor]
 ) -> None:
     """Adding the owners once is within 1e-14 of what autograd does with one leaf."""
     plain = Weights(tensors)

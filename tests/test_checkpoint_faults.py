@@ -228,15 +228,11 @@ def test_a_damaged_one_names_the_good_one_before_it(tmp_path: Path) -> None:
         parallel.save_checkpoint(tmp_path)
     first, second = sorted(tmp_path.iterdir())
     (second / RECORD).write_text("{}")
-    with pytest.raises(
-        autoptd.CheckpointError, match=f"checkpoint.json has .* the good one before it is {first}"
-    ):
+    with pytest.raises(autoptd.CheckpointError, match=f"checkpoint.json has .* the good one before it is {first}"):
         parallel.load_checkpoint(tmp_path)
     (second / "COMMIT").write_text("1")
     for folder in (tmp_path, second):
-        with pytest.raises(
-            autoptd.CheckpointError, match=f"COMMIT is damaged: .* newest good one is {first}"
-        ):
+        with pytest.raises(autoptd.CheckpointError, match=f"COMMIT is damaged: .* newest good one is {first}"):
             parallel.load_checkpoint(folder)
 
 
@@ -260,36 +256,8 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 HOSTILE: list[Any] = [
-    *(
-        0,
-        1,
-        -1,
-        2**31,
-        2**60,
-        2**63,
-        2**70,
-        10**400,
-        0.5,
-        1e308,
-        True,
-        None,
-        "",
-        "F32",
-        "../../etc/passwd",
-        "/",
-        "\0",
-    ),
-    *(
-        "a" * 5000,
-        [],
-        {},
-        [2**60, 2**60],
-        [-1],
-        [[[]]],
-        {"!": "tuple"},
-        {"!": "float", "of": "nan"},
-        "rank_00000",
-    ),
+    *(0, 1, -1, 2**31, 2**60, 2**63, 2**70, 10**400, 0.5, 1e308, True, None, "", "F32", "../../etc/passwd", "/", "\0"),
+    *("a" * 5000, [], {}, [2**60, 2**60], [-1], [[[]]], {"!": "tuple"}, {"!": "float", "of": "nan"}, "rank_00000"),
 ]
 
 
@@ -407,9 +375,7 @@ def test_twenty_thousand_hostile_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "unit",
-    ["{}", "[[[[[[[[[[]]]]]]]]]]", '""', '{"":{}}', "1"],
-    ids=["tables", "lists", "texts", "keys", "numbers"],
+    "unit", ["{}", "[[[[[[[[[[]]]]]]]]]]", '""', '{"":{}}', "1"], ids=["tables", "lists", "texts", "keys", "numbers"]
 )
 def test_a_long_text_takes_bounded_memory(unit: str, tmp_path: Path) -> None:
     """What JSON of the greatest length becomes in memory."""

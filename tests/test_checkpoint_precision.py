@@ -71,8 +71,7 @@ def test_training_goes_on_bit_for_bit(dtype: str, first: bool, second: bool, tmp
     ):
         assert [x.item() for x in b] == [x.item() for x in a]
         assert_same(
-            {n: x.to(HALF[dtype]) for n, x in found.items()},
-            {n: x.to(HALF[dtype]) for n, x in expected.items()},
+            {n: x.to(HALF[dtype]) for n, x in found.items()}, {n: x.to(HALF[dtype]) for n, x in expected.items()}
         )
 
 
@@ -167,9 +166,7 @@ def test_checkpoints_stepped_in_float32_load_into_each_other(
     second, other = bind_frozen(loaded, torch.float32)
     second.load_checkpoint(tmp_path, other)
     assert_same(dict(second.named_parameters()), dict(first.named_parameters()))
-    states = [
-        {str(i): x for of in o.state.values() for i, x in enumerate(of.values())} for o in (optimizer, other)
-    ]
+    states = [{str(i): x for of in o.state.values() for i, x in enumerate(of.values())} for o in (optimizer, other)]
     assert_same(*states)
 
 

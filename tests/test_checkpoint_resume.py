@@ -57,10 +57,7 @@ class Case:
         return "-".join(str(x) for x in (*self.mesh, self.optimizer, self.scheduler))
 
 
-QUICK = [
-    Case((1, 1, 1), "adamw", "sequential"),
-    Case((2, 2, 1), "adam", "plateau", asynchronous=True),
-]
+QUICK = [Case((1, 1, 1), "adamw", "sequential"), Case((2, 2, 1), "adam", "plateau", asynchronous=True)]
 CASES = [
     Case((1, 2, 1), "sgd", "onecycle"),
     Case((2, 1, 1), "adamw", "cosine"),
@@ -84,12 +81,8 @@ class Loader:
     def next(self) -> dict[str, Tensor]:
         order = torch.randperm(EPOCH, generator=torch.Generator().manual_seed(self.epoch))
         seed = 1000 * self.epoch + int(order[self.batch])
-        tokens = torch.randint(
-            VOCABULARY, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
-        )
-        self.epoch, self.batch = (
-            (self.epoch, self.batch + 1) if self.batch + 1 < EPOCH else (self.epoch + 1, 0)
-        )
+        tokens = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+        self.epoch, self.batch = (self.epoch, self.batch + 1) if self.batch + 1 < EPOCH else (self.epoch + 1, 0)
         return {"idx": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
@@ -149,12 +142,7 @@ def train(case: Case, rank: int, begin: int, end: int, folder: Path, save: bool)
     names = {id(p): n for n, p in parallel.named_parameters()}
     moments = sorted((names[id(p)], sorted(of.items())) for p, of in optimizer.state.items())
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    rest = [
-        options,
-        repr(scheduler.state_dict()),
-        scaler.state_dict(),
-        parallel._connection.rank.randomness.call,
-    ]
+    rest = [options, repr(scheduler.state_dict()), scaler.state_dict(), parallel._connection.rank.randomness.call]
     state = {n: x.clone() for n, x in parallel.state_dict().items()}
     return Seen(losses, state, moments, rest, loader.next())
 

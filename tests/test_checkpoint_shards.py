@@ -21,15 +21,7 @@ from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.groups import ThreadGroup
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.optimizer import gradient_buckets
-from tests.checkpoints import (
-    CONFIGS,
-    OPTIMIZERS,
-    SEQUENCES,
-    assert_same,
-    bind_thread,
-    compile_config,
-    train_steps,
-)
+from tests.checkpoints import CONFIGS, OPTIMIZERS, SEQUENCES, assert_same, bind_thread, compile_config, train_steps
 from tests.counting import elements
 from tests.generated_models import make_batch
 from tests.marks import cover_pairs
@@ -108,9 +100,7 @@ def own_bytes(parallel: Parallel, optimizer: torch.optim.Optimizer) -> int:
     return sum(x.nbytes for x in (*stepped, *states, *buffers))
 
 
-def measure(
-    connection: Connection, parallel: Parallel, optimizer: Any, folder: Path, reads: Counter[int]
-) -> Bytes:
+def measure(connection: Connection, parallel: Parallel, optimizer: Any, folder: Path, reads: Counter[int]) -> Bytes:
     """Save, load, and count."""
     parallel.save_checkpoint(folder, optimizer)
     before = reads[threading.get_ident()]
@@ -121,18 +111,14 @@ def measure(
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 4), (2, 1, 2), (1, 2, 2)], ids=str)
-def test_a_rank_writes_and_reads_what_it_steps(
-    mesh: MeshShape, tmp_path: Path, read_bytes: Counter[int]
-) -> None:
+def test_a_rank_writes_and_reads_what_it_steps(mesh: MeshShape, tmp_path: Path, read_bytes: Counter[int]) -> None:
     kind = "tied"
     program = compile_config(kind, mesh)
 
     def work(connection: Connection) -> Bytes:
         parallel = bind_thread(program, connection)
         optimizer = parallel.shard_optimizer(OPTIMIZERS["adam"](list(parallel.parameters())))
-        train_steps(
-            parallel, optimizer, [make_batch(CONFIGS[kind], SEQUENCES)], connection.rank.coordinates.data
-        )
+        train_steps(parallel, optimizer, [make_batch(CONFIGS[kind], SEQUENCES)], connection.rank.coordinates.data)
         return measure(connection, parallel, optimizer, tmp_path, read_bytes)
 
     ranks = run_threads(program.manifest, work)
@@ -227,9 +213,7 @@ def test_a_sharded_checkpoint_moves(
         assert a == b if saved == loaded else abs(a - b) <= 1e-12 * abs(a)
 
 
-def test_a_rank_reads_little_more_of_a_checkpoint_of_another_layout(
-    tmp_path: Path, read_bytes: Counter[int]
-) -> None:
+def test_a_rank_reads_little_more_of_a_checkpoint_of_another_layout(tmp_path: Path, read_bytes: Counter[int]) -> None:
     save("packed", (1, 1, 1), "adamw", False, None, tmp_path)
     program = compile_config("packed", (1, 1, 4))
 

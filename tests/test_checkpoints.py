@@ -191,9 +191,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         parallel.load_checkpoint(tmp_path, torch.optim.AdamW(trained[1:]))
     groups = [{"params": trained[:2], "lr": 1e-3}, {"params": trained[2:], "lr": 5e-4}]
     parallel.save_checkpoint(tmp_path / "groups", torch.optim.AdamW(groups))
-    with pytest.raises(
-        autoptd.CheckpointError, match="are in one group of the optimizer, and were in several"
-    ):
+    with pytest.raises(autoptd.CheckpointError, match="are in one group of the optimizer, and were in several"):
         parallel.load_checkpoint(tmp_path / "groups", optimizer)
     other = torch.optim.AdamW([{"params": trained[:2]}, {"params": trained[2:]}])
     parallel.load_checkpoint(tmp_path / "groups", other)
@@ -261,9 +259,7 @@ def test_a_proved_mask_is_held(tmp_path: Path) -> None:
     mask[..., 0] = 0
     parallel.save_checkpoint(tmp_path)
     fresh = compile_nano().bind()
-    with pytest.raises(
-        autoptd.CheckpointError, match=r"the buffer transformer.h.1.attn.bias is given other values"
-    ):
+    with pytest.raises(autoptd.CheckpointError, match=r"the buffer transformer.h.1.attn.bias is given other values"):
         fresh.load_checkpoint(tmp_path)
 
 
@@ -273,12 +269,8 @@ def test_a_folder_of_torch_s_own_checkpoints_says_how_it_is_converted(tmp_path: 
     save({"model": program.model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     parallel = program.bind()
     with torch.no_grad():
-        nn.utils.vector_to_parameters(
-            torch.zeros(sum(p.numel() for p in parallel.parameters())), parallel.parameters()
-        )
-    with pytest.raises(
-        autoptd.CheckpointError, match=r"format_utils.dcp_to_torch_save.*load_full_state_dict"
-    ):
+        nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in parallel.parameters())), parallel.parameters())
+    with pytest.raises(autoptd.CheckpointError, match=r"format_utils.dcp_to_torch_save.*load_full_state_dict"):
         parallel.load_checkpoint(tmp_path / "dcp")
     format_utils.dcp_to_torch_save(tmp_path / "dcp", tmp_path / "whole.pt")
     parallel.load_full_state_dict(torch.load(tmp_path / "whole.pt")["model"])
@@ -287,9 +279,7 @@ def test_a_folder_of_torch_s_own_checkpoints_says_how_it_is_converted(tmp_path: 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_ranks_failed_write_is_every_ranks_error(
-    failing: int, asynchronous: bool, tmp_path: Path
-) -> None:
+def test_one_ranks_failed_write_is_every_ranks_error(failing: int, asynchronous: bool, tmp_path: Path) -> None:
     program = compile_config("packed", (2, 1, 1))
 
     def work(rank: int) -> list[str]:

@@ -204,9 +204,7 @@ def test_recomputing_a_layer_repeats_its_all_reduces(mesh: tuple[int, int, int],
 
 PRINTED = [
     MEGATRON,
-    ModelConfig(
-        layers=3, kv_heads=2, projection="unequal", rms_norm=True, rotary=True, gated=True, bias=False
-    ),
+    ModelConfig(layers=3, kv_heads=2, projection="unequal", rms_norm=True, rotary=True, gated=True, bias=False),
     ModelConfig(layers=3, kv_heads=1, query_key_norm=True, rms_norm=True, gated=True, packed_gate=True),
     ModelConfig(layers=3, projection="per_head", parallel_residual=True, rotary=True, head_bias=True),
     ModelConfig(layers=3, tied=True, attention="written", vocabulary=67),
@@ -267,9 +265,7 @@ def _check_stages(program: CompiledProgram, measured: list[Measured]) -> None:
         f = sum(targets.count(each) for each in (collectives.copy_to_tensor, *collectives.COPIED))
         g = targets.count(collectives.reduce_from_tensor)
         losses = targets.count(kernels.cross_entropy)
-        buckets = any(
-            manifest.parameters[n].placement.has_partial_gradient for s in own for n in s.parameters
-        )
+        buckets = any(manifest.parameters[n].placement.has_partial_gradient for s in own for n in s.parameters)
         assert found.forward.calls.get("tensor all_reduce", 0) == m * (g + 2 * losses)
         assert (
             found.training.calls.get("tensor all_reduce", 0)
@@ -278,10 +274,7 @@ def _check_stages(program: CompiledProgram, measured: list[Measured]) -> None:
         for stage in own:
             if not stage.sends:
                 continue
-            sent = sum(
-                prod(b.shape) // (mesh.tensor if is_scattered(b, mesh.tensor, True) else 1)
-                for b in stage.sends
-            )
+            sent = sum(prod(b.shape) // (mesh.tensor if is_scattered(b, mesh.tensor, True) else 1) for b in stage.sends)
             label = f"stage {stage.index} -> {stage.index + 1}"
             assert found.training.sent[label] == m * sent
             assert write_bytes(8 * sent) in str(program)

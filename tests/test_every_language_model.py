@@ -54,9 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
 }
-CLASSES = sorted(
-    {name if isinstance(name, str) else name[0] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-)
+CLASSES = sorted({name if isinstance(name, str) else name[0] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
 # What a refusal must say: where in somebody's code, or in which module, it stopped.
 PLACE = re.compile(r"\.py:\d+|^forward leaves \S+,")
 
@@ -92,9 +90,7 @@ def build(name: str) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_language_model_is_right_or_refused(
-    name: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_every_language_model_is_right_or_refused(name: str, record_property: Callable[[str, object], None]) -> None:
     ids = torch.randint(3, VOCABULARY, (1, LENGTH))
     example = {"input_ids": ids, "labels": ids}
     try:

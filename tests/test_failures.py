@@ -40,11 +40,7 @@ def build(mesh: tuple[int, int, int] = (2, 2, 1)) -> CompiledProgram:
     torch.manual_seed(0)
     chunks = 2 if mesh[1] > 1 else 1
     return autoptd.compile(
-        GPT(GPTConfig(32, 8, 2, 2, 8)),
-        mesh,
-        microbatch_size=1,
-        num_microbatches=4,
-        num_model_chunks=chunks,
+        GPT(GPTConfig(32, 8, 2, 2, 8)), mesh, microbatch_size=1, num_microbatches=4, num_model_chunks=chunks
     )
 
 
@@ -74,12 +70,7 @@ def fail_at(place: str, fault: Fault, folder: Path) -> None:
 
 
 def train(
-    victim: int,
-    place: str,
-    fault: Fault,
-    folder: Path,
-    mesh: tuple[int, int, int] = (2, 2, 1),
-    **options: Any,
+    victim: int, place: str, fault: Fault, folder: Path, mesh: tuple[int, int, int] = (2, 2, 1), **options: Any
 ) -> Ended:
     program = build()
     steps = options.pop("steps", 1_000_000)
@@ -131,9 +122,9 @@ def check_lines(ended: Ended, victim: int, place: str, reason: str) -> None:
         assert ended.statuses[rank] != 0
         if rank != victim:
             (line,) = text.splitlines()
-            assert re.match(
-                rf"autoptd: rank {rank} stopped in .* step \d+: {describe(victim, place)}{reason}", line
-            ), line
+            assert re.match(rf"autoptd: rank {rank} stopped in .* step \d+: {describe(victim, place)}{reason}", line), (
+                line
+            )
             record = json.loads(Path(line.rpartition("see ")[2]).read_text())
             assert (record["rank"], record["coordinates"]) == (victim, str(build().mesh.coordinates(victim)))
     assert len(ended.stderr[0].splitlines()) <= LINES
@@ -192,9 +183,7 @@ def test_an_exception_is_shown_once(index: int, tmp_path: Path) -> None:
     assert max(ended.seconds.values()) < 5
 
 
-@pytest.mark.parametrize(
-    ("method", "call"), [("full_state_dict", "full_state_dict"), ("__call__", "an evaluation")]
-)
+@pytest.mark.parametrize(("method", "call"), [("full_state_dict", "full_state_dict"), ("__call__", "an evaluation")])
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
 def test_collective_calls_of_one_rank_alone_are_refused(
     mesh: tuple[int, int, int], method: str, call: str, tmp_path: Path
@@ -236,16 +225,12 @@ def test_ranks_of_another_machine_hear_of_it(tmp_path: Path) -> None:
 
 
 def test_a_trace_tells_what_every_rank_did(tmp_path: Path) -> None:
-    ended = train(
-        1, "agreement", strike(signal.SIGKILL), tmp_path, environment={"AUTOPTD_TRACE": str(tmp_path / "t")}
-    )
+    ended = train(1, "agreement", strike(signal.SIGKILL), tmp_path, environment={"AUTOPTD_TRACE": str(tmp_path / "t")})
     assert ended.statuses[1] == signal.SIGKILL
     for rank in range(4):
         lines = [json.loads(x) for x in (tmp_path / "t" / f"rank_{rank:05d}.jsonl").read_text().splitlines()]
         assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
-        begun = [
-            line["begin"] for line in lines if line["step"] == 1 and "begin" in line and "group" not in line
-        ]
+        begun = [line["begin"] for line in lines if line["step"] == 1 and "begin" in line and "group" not in line]
         actions = [str(action) for action in build().rank(rank).schedule]
         assert begun == [PHASES[0], *actions, *PHASES[1:4]]
         groups = {line["group"] for line in lines if "group" in line}

@@ -28,8 +28,7 @@ VICTIM = 1
 DUTIES = ("clip", "save", "save aside", "finish", "load", "whole", "export", "trace", "barrier")
 # The rest are done alike.
 every_duty = pytest.mark.parametrize(
-    "place",
-    [pytest.param(d, marks=() if d in ("clip", "save") else pytest.mark.slow) for d in DUTIES[:-1]],
+    "place", [pytest.param(d, marks=() if d in ("clip", "save") else pytest.mark.slow) for d in DUTIES[:-1]]
 )
 
 
@@ -80,10 +79,7 @@ def check_blamed(ended: Ended, place: str, reason: str) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [
-        pytest.param(d, marks=() if d in ("clip", "save", "whole", "barrier") else pytest.mark.slow)
-        for d in DUTIES
-    ],
+    [pytest.param(d, marks=() if d in ("clip", "save", "whole", "barrier") else pytest.mark.slow) for d in DUTIES],
 )
 def test_a_killed_rank_is_named_by_those_that_wait_for_it(place: str, tmp_path: Path) -> None:
     ended = fail_before(place, strike(signal.SIGKILL), tmp_path)
@@ -139,8 +135,7 @@ def test_a_rank_that_does_not_come_to_bind_is_named(
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"),
-    [(signal.SIGKILL, KILLED), (signal.SIGSTOP, r"its process has been silent for \d s")],
+    ("number", "reason"), [(signal.SIGKILL, KILLED), (signal.SIGSTOP, r"its process has been silent for \d s")]
 )
 def test_a_rank_that_fails_in_bind_is_named(number: signal.Signals, reason: str, tmp_path: Path) -> None:
     program = build(MESH)
@@ -186,9 +181,7 @@ def test_ranks_that_begin_torch_distributed_by_bind(tmp_path: Path) -> None:
         ranks.append(process)
     assert [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks] == [1, 1]
     first, second = sorted(((tmp_path / str(rank)).read_text() for rank in range(2)), key=len)
-    assert re.match(
-        r"autoptd: rank \d stopped in .*: rank \d failed first, in .*: ValueError: my own error", first
-    )
+    assert re.match(r"autoptd: rank \d stopped in .*: rank \d failed first, in .*: ValueError: my own error", first)
     assert len(first.splitlines()) == 1
     assert re.match(r"autoptd: rank \d failed in .*: ValueError: my own error", second)
     assert "Traceback" in second
@@ -237,9 +230,7 @@ def test_a_rank_that_compiles_ends_with_torchrun(launched: bool, tmp_path: Path)
             os.kill(child, signal.SIGKILL)
 
 
-def test_who_goes_on_without_sharding_its_optimizer_is_waited_for_no_longer_than_the_limit(
-    tmp_path: Path,
-) -> None:
+def test_who_goes_on_without_sharding_its_optimizer_is_waited_for_no_longer_than_the_limit(tmp_path: Path) -> None:
     program = build((1, 1, 2))
 
     def work(rank: int) -> None:

@@ -286,17 +286,12 @@ FAULTS = [
         refused=True,
     ),
     Fault(
-        "the head's f is dropped",
-        "gpt",
-        rewrite("head = collectives.copied_linear(", f"head = {LINEAR}"),
-        refused=True,
+        "the head's f is dropped", "gpt", rewrite("head = collectives.copied_linear(", f"head = {LINEAR}"), refused=True
     ),
     Fault(
         "a g is doubled",
         "gpt",
-        rewrite(
-            "blocks1_attention_out_g = collectives.reduce_from_tensor(", f"blocks1_attention_out_g = {TWICE}"
-        ),
+        rewrite("blocks1_attention_out_g = collectives.reduce_from_tensor(", f"blocks1_attention_out_g = {TWICE}"),
         refused=True,
     ),
     Fault(
@@ -325,9 +320,7 @@ FAULTS = [
     Fault(
         "the loss's vocabulary shard is shifted by one",
         "gpt",
-        rewrite(
-            "rank, reshape, reshape_1, vocabulary=53", "rank, reshape.roll(1, 1), reshape_1, vocabulary=53"
-        ),
+        rewrite("rank, reshape, reshape_1, vocabulary=53", "rank, reshape.roll(1, 1), reshape_1, vocabulary=53"),
         uncovered="roll",
     ),
     Fault("the table's vocabulary shard is shifted by one", "gpt", prepare=shift_vocabulary_shards),
@@ -370,18 +363,12 @@ FAULTS = [
         "a divided projection gets the same bias on every rank",
         "gpt",
         rewrite(
-            f'blocks0_attention_norm, {QKV}.weight"], {QKV}.bias"]',
-            f'blocks0_attention_norm, {QKV}.weight"], {SAME}',
+            f'blocks0_attention_norm, {QKV}.weight"], {QKV}.bias"]', f'blocks0_attention_norm, {QKV}.weight"], {SAME}'
         ),
         refused=True,
     ),
     Fault("the heads are turned round", "gpt", rewrite(CONTEXT, f"{CONTEXT}.flip(1)"), uncovered="flip"),
-    Fault(
-        "sections are shifted",
-        "gpt",
-        rewrite(f"{SECTIONS}, 12", f"{SECTIONS}.roll(12, 2), 12"),
-        uncovered="roll",
-    ),
+    Fault("sections are shifted", "gpt", rewrite(f"{SECTIONS}, 12", f"{SECTIONS}.roll(12, 2), 12"), uncovered="roll"),
     Fault(
         "a whole gradient is taken for partial",
         "gpt",

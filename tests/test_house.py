@@ -106,16 +106,12 @@ OPERATOR_TABLES = {
         "passes/fusion/activations.py: KNOWN",
         *("passes/normal_form/writer.py: _SCATTERS", "passes/normal_form/operator_rewrites.py: RULES"),
     },
-    "a reader of one pattern": {
-        "passes/fusion/activations.py: ANALYTIC",
-    },
+    "a reader of one pattern": {"passes/fusion/activations.py: ANALYTIC"},
     "gone before any pass that reads the records": {"passes/normal_form/normalize.py: _EMPTY"},
     "the user's calls, before there is a graph": {
-        *("autoptd/capture/eval_mode.py: DROPPING", "autoptd/verification/float64.py: LITERALS"),
+        *("autoptd/capture/eval_mode.py: DROPPING", "autoptd/verification/float64.py: LITERALS")
     },
-    "what an initialisation draws": {
-        "autoptd/weights/init_recorder.py: _DRAWS",
-    },
+    "what an initialisation draws": {"autoptd/weights/init_recorder.py: _DRAWS"},
 }
 FILES_NAMING = {"reshape": 6, "scaled_dot_product_attention": 4, "linear": 5}
 
@@ -203,9 +199,7 @@ def test_wings_import_what_the_table_allows() -> None:
         room, _, wing = wing_of(module_name(file)).partition(".")
         if not wing:
             continue  # the rooms' own __init__.py
-        targets = {
-            wing_of(module).partition(".") for _, module in list_imports(parse(file)) if module in NAMES
-        }
+        targets = {wing_of(module).partition(".") for _, module in list_imports(parse(file)) if module in NAMES}
         own = found[room].setdefault(wing, set())
         own |= {target for other, _, target in targets if other == room and target not in ("", wing)}
     for room, wings in IMPORTS.items():
@@ -310,9 +304,7 @@ def test_a_table_has_one_place() -> None:
     places: dict[tuple[str, str], list[Path]] = {}
     for file in (file for file in FILES if "scripts" not in file.parts):  # those are copies by intention
         for statement in parse(file).body:
-            if isinstance(statement, ast.Assign) and isinstance(
-                statement.value, ast.Tuple | ast.Dict | ast.Set
-            ):
+            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Tuple | ast.Dict | ast.Set):
                 values, names = ast.unparse(statement.value), ast.unparse(statement.targets[0])
                 places.setdefault((names, values), []).append(file)
     assert {name: files for (name, _), files in places.items() if len(files) > 1} == {}
@@ -337,16 +329,12 @@ def test_facts_about_operators_stand_in_their_records() -> None:
         if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) and statement.value
         if len(set(list_operators(statement.value))) > 1
     }
-    assert tables == set().union(*OPERATOR_TABLES.values()), (
-        "a trait or a field of the operators' records instead"
-    )
+    assert tables == set().union(*OPERATOR_TABLES.values()), "a trait or a field of the operators' records instead"
     assert len(tables) <= 11
 
 
 def test_common_operators_stand_in_few_files() -> None:
-    found = {
-        name: sum(f"aten.{name}" in list_operators(parse(file)) for file in PACKAGE) for name in FILES_NAMING
-    }
+    found = {name: sum(f"aten.{name}" in list_operators(parse(file)) for file in PACKAGE) for name in FILES_NAMING}
     assert found == FILES_NAMING
 
 
@@ -377,7 +365,5 @@ def test_a_rank_imports_no_solver() -> None:
         "rooms = ('autoptd.passes', 'autoptd.compiler', 'ortools', 'transformers')\n"
         "print([name for name in rooms if name in sys.modules])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     assert run.stdout.strip() == "[]"

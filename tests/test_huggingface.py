@@ -23,16 +23,7 @@ from torch.utils._pytree import tree_map
 import autoptd
 from autoptd.verification import float64
 from autoptd.verification.step import widen
-from tests.parity import (
-    GRADIENT_TOLERANCE,
-    Batch,
-    Run,
-    Training,
-    compare,
-    compare_states,
-    train_compiled,
-    train_plain,
-)
+from tests.parity import GRADIENT_TOLERANCE, Batch, Run, Training, compare, compare_states, train_compiled, train_plain
 from tests.plain_models import FURTHER, HUGGING_FACE, LENGTH, PLAIN, VOCABULARY
 
 MODELS = HUGGING_FACE | FURTHER | PLAIN
@@ -48,11 +39,7 @@ class Promotion(TorchFunctionMode):
     """While entered, what asks for float32 gets float64."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         def promote(x: Any) -> Any:
             return torch.float64 if x is torch.float32 else x
@@ -111,9 +98,7 @@ def check_against_exact(found: Run, plain: Run, reference: Run) -> None:
         largest = max(float(g.abs().max()) for g in true.gradients.values())
         worse = {}
         for name, gradient in true.gradients.items():
-            error, usual = (
-                float((step.gradients[name].double() - gradient).abs().max()) for step in (own, single)
-            )
+            error, usual = (float((step.gradients[name].double() - gradient).abs().max()) for step in (own, single))
             # A key bias has no gradient but for rounding: see tests/parity.py.
             scale = max(float(gradient.abs().max()), 1e-6 * largest)
             if not error <= 2 * usual + ALLOWED * scale:
@@ -182,9 +167,7 @@ def test_experts_as_transformers_multiplies_them(name: str) -> None:
     batches = make_batches(name, 1)
     program = compile_interleaved(name, model, batches)
     for weight in ("gate_up_proj", "down_proj"):
-        assert any(
-            "replicated: model.layers." in line and f"experts.{weight}" in line for line in program.log
-        )
+        assert any("replicated: model.layers." in line and f"experts.{weight}" in line for line in program.log)
     attention = [p for n, p in program.manifest.parameters.items() if n.endswith("self_attn.o_proj.weight")]
     assert [p.placement["tensor"].dim for p in attention] == [1, 1]
     plain = train_plain(model, batches, MICROBATCHES)

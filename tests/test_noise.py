@@ -198,9 +198,7 @@ def test_a_shape_that_only_has_the_size_of_the_batch_is_refused() -> None:
         order = torch.rand(x.shape[:2]).argsort(1)
         return m.feed(x.gather(1, order[..., None].expand(-1, -1, x.shape[-1])))
 
-    with pytest.raises(
-        ValueError, match=r"the draw at .*test_noise.py.* is over \[2, 6\].*microbatch_size=1"
-    ):
+    with pytest.raises(ValueError, match=r"the draw at .*test_noise.py.* is over \[2, 6\].*microbatch_size=1"):
         compile_noise(shuffle, b=2)
     assert compile_noise(shuffle, b=1).verify().ok()
 
@@ -209,9 +207,7 @@ def test_the_distributions_are_those_of_torch() -> None:
     u = torch.linspace(0, 1, 200_001, dtype=torch.float64)[:-1] + 1 / 400_000
 
     def draw(target: Any, **given: Any) -> Tensor:
-        made: Tensor = write_draw(
-            target, given, torch.float64, lambda _: u, lambda call, *given: call(*given)
-        )
+        made: Tensor = write_draw(target, given, torch.float64, lambda _: u, lambda call, *given: call(*given))
         return made.double()
 
     normal = draw(aten.normal_.default, mean=3.0, std=2.0)

@@ -131,9 +131,7 @@ OPERATORS: dict[str, Operator] = {
     "ravel": lambda x, p: x.ravel().view_as(x),
     "expand": lambda x, p: x[:, :, None].expand(-1, -1, 3, -1),
     "as_strided": lambda x, p: x.contiguous().as_strided(x.shape, x.stride()),
-    "complex": lambda x, p: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * 1j).flatten(
-        2
-    ),
+    "complex": lambda x, p: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * 1j).flatten(2),
     "unfold": lambda x, p: x.unfold(1, 3, 1),
     "diff": lambda x, p: x.diff(dim=1),
     "diagonal": lambda x, p: torch.diagonal(x, dim1=1, dim2=2),
@@ -235,9 +233,7 @@ def test_a_model_with_it_takes_the_plain_models_step(name: str, layout: str, bet
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the batch is joined, where it is
         examples = {"ids": ids, "labels": ids}
-        program = autoptd.compile(
-            model, (2, 1, 1), example_inputs=examples, num_microbatches=2, layout=layout
-        )
+        program = autoptd.compile(model, (2, 1, 1), example_inputs=examples, num_microbatches=2, layout=layout)
     program.check()
     report = program.verify()
     assert report.passed, report

@@ -83,9 +83,7 @@ def run_all(program: CompiledProgram, work: Callable[[Parallel], Any]) -> list[A
     def run(connection: Any) -> Any:
         text = texts[connection.rank.coordinates.pipeline]
         constants: Any = text.constants or (lambda p: {})
-        parallel = Parallel(
-            connection, ShapeFunctions(program.manifest, text.stages, constants, schedule, tensors)
-        )
+        parallel = Parallel(connection, ShapeFunctions(program.manifest, text.stages, constants, schedule, tensors))
         return work(parallel.eval())
 
     return run_threads(program.manifest, run)
@@ -209,10 +207,7 @@ def test_nothing_asked_changes_nothing() -> None:
     assert "output" not in plain.texts[1]
     assert not any(stage.outputs for stage in plain.manifest.stages)
     more, less = (program.simulate("dgx-a100").memory_bytes for program in (asked, plain))
-    assert [one - other for one, other in zip(more, less, strict=True)] == [
-        0,
-        4 * 8 * SMALL.vocab_size / 2 * 4,
-    ]
+    assert [one - other for one, other in zip(more, less, strict=True)] == [0, 4 * 8 * SMALL.vocab_size / 2 * 4]
 
 
 def test_outputs_have_no_gradient_in_silence() -> None:
@@ -275,19 +270,14 @@ def test_a_loss_of_the_users_own_comes_before_the_models_output() -> None:
     tokens = torch.arange(4).view(2, 2)
     own: Any = {"loss_fn": lambda output, scale: (output * scale).mean(), "outputs": True}
     inputs = {"x": tokens, "scale": torch.ones(2, 2, 1)}
-    _, values = autoptd.compile(bare, (1, 1, 1), example_inputs=inputs, num_microbatches=1, **own).bind()(
-        **inputs
-    )
+    _, values = autoptd.compile(bare, (1, 1, 1), example_inputs=inputs, num_microbatches=1, **own).bind()(**inputs)
     torch.testing.assert_close(values + 0, bare(tokens))
 
 
 def test_wrong_names_and_edits_are_refused() -> None:
     model = GPT(SMALL)
     for asked, message in (
-        (
-            ("logits",),
-            r"outputs= has 'logits', and the model returned tuple of .*expected the name of a field",
-        ),
+        (("logits",), r"outputs= has 'logits', and the model returned tuple of .*expected the name of a field"),
         (("1",), r"outputs= has '1'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -303,10 +293,7 @@ def test_wrong_names_and_edits_are_refused() -> None:
     assert report.worst[1] < 1e-12
     assert report.output_errors["output 0"] == pytest.approx(1.0)
     for text, message in (
-        (
-            program.texts[0].replace(f"        {name},", f"        {name}[:, 1:],"),
-            r"float32\[1, 7, 20\]; the output 0",
-        ),
+        (program.texts[0].replace(f"        {name},", f"        {name}[:, 1:],"), r"float32\[1, 7, 20\]; the output 0"),
         (
             program.texts[0].replace(f"        {name},", ""),
             r"returns 1 values .*; expected float32\[\], the output 0 is float32\[1, 8, 20\]",
@@ -321,9 +308,7 @@ def test_wrong_names_and_edits_are_refused() -> None:
     (stage,) = program.manifest.stages
     whole = replace(stage.outputs[0], shape=(1, 8, 20), placement=type(stage.outputs[0].placement)())
     manifest = replace(program.manifest, stages=(replace(stage, outputs=(whole,)),))
-    with pytest.raises(
-        ProgramError, match=r"is the output 0 and is divided: expected whole, as in the manifest"
-    ):
+    with pytest.raises(ProgramError, match=r"is the output 0 and is divided: expected whole, as in the manifest"):
         replace(program, manifest=manifest).check()
 
 

@@ -97,9 +97,7 @@ def test_table_2_zero3(row: PaperRow) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
-    list(zip(TABLE_2, TABLE_2_ZERO3, strict=True)),
-    ids=lambda row: f"{row.name}-{row.devices}",
+    ("ours", "theirs"), list(zip(TABLE_2, TABLE_2_ZERO3, strict=True)), ids=lambda row: f"{row.name}-{row.devices}"
 )
 def test_the_ratios_of_table_2(ours: PaperRow, theirs: PaperRow) -> None:
     """What PTD-P is ahead of ZeRO-3 by, on about as many devices and on twice and four times as many."""

@@ -14,25 +14,8 @@ import torch
 import autoptd
 from autoptd.compiled import CompiledProgram
 from samples.gpt import GPT, GPTConfig
-from tests.generated_models import (
-    Attention,
-    GeneratedGPT,
-    Grouping,
-    ModelConfig,
-    Projection,
-    make_batch,
-    make_model,
-)
-from tests.parity import (
-    Batch,
-    ParityError,
-    Run,
-    Training,
-    compare,
-    compare_states,
-    train_compiled,
-    train_plain,
-)
+from tests.generated_models import Attention, GeneratedGPT, Grouping, ModelConfig, Projection, make_batch, make_model
+from tests.parity import Batch, ParityError, Run, Training, compare, compare_states, train_compiled, train_plain
 
 NUM_CASES, NUM_QUICK = 104, 24
 
@@ -152,9 +135,7 @@ CASES = [sample_case(seed) for seed in range(NUM_CASES)]
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=[pytest.mark.slow] * (i >= NUM_QUICK)) for i, c in enumerate(CASES)],
-    ids=str,
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (i >= NUM_QUICK)) for i, c in enumerate(CASES)], ids=str
 )
 def test_every_gradient_is_the_plain_models(case: Case) -> None:
     model = make_model(case.config, case.seed)
@@ -201,9 +182,7 @@ TRAINED = [
         {"mesh": (2, 2, 2), "schedule": "interleaved_1f1b", "num_model_chunks": 2, "num_microbatches": 4},
     ),
     (
-        ModelConfig(
-            layers=3, kv_heads=2, projection="unequal", rms_norm=True, rotary=True, gated=True, bias=False
-        ),
+        ModelConfig(layers=3, kv_heads=2, projection="unequal", rms_norm=True, rotary=True, gated=True, bias=False),
         {"mesh": (4, 2, 1), "schedule": "1f1b", "num_microbatches": 3},
     ),
     (
@@ -218,17 +197,12 @@ TRAINED = [
         ModelConfig(layers=6, heads=3, kv_heads=3, head_size=8, attention="written", tied=True),
         {"mesh": (3, 2, 1), "schedule": "interleaved_1f1b", "num_model_chunks": 3, "num_microbatches": 2},
     ),
-    (
-        ModelConfig(layers=2, vocabulary=67, tied=True),
-        {"mesh": (1, 4, 2), "schedule": "1f1b", "num_microbatches": 5},
-    ),
+    (ModelConfig(layers=2, vocabulary=67, tied=True), {"mesh": (1, 4, 2), "schedule": "1f1b", "num_microbatches": 5}),
 ]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("config", "options"), TRAINED, ids=lambda x: str(x) if isinstance(x, ModelConfig) else ""
-)
+@pytest.mark.parametrize(("config", "options"), TRAINED, ids=lambda x: str(x) if isinstance(x, ModelConfig) else "")
 def test_three_clipped_steps_and_the_state_after_them(config: ModelConfig, options: dict[str, Any]) -> None:
     """SGD, never Adam: Adam hides a wrong scale of the gradient."""
     model = make_model(config)

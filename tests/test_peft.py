@@ -37,12 +37,7 @@ def llama(**changes: Any) -> nn.Module:
 
 
 def mixture() -> nn.Module:
-    sizes: dict[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     model = transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**sizes, **heads, max_position_embeddings=16, use_cache=False)
@@ -111,9 +106,7 @@ def slow_but_quick(name: str, mesh: tuple[int, int, int]) -> Any:
     return pytest.param(name, mesh, marks=() if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"), [slow_but_quick(name, mesh) for name in METHODS for mesh in MESHES]
-)
+@pytest.mark.parametrize(("name", "mesh"), [slow_but_quick(name, mesh) for name in METHODS for mesh in MESHES])
 def test_adapters_have_the_plain_models_gradients(name: str, mesh: tuple[int, int, int]) -> None:
     model = adapt(name)
     program = compile_adapted(model, mesh)
@@ -154,9 +147,7 @@ class Updated(nn.Module):
 
     def forward(self, idx: Tensor) -> Tensor:
         wide = self.up(self.embed(idx)).relu()
-        result: Tensor = (
-            self.head(self.body(self, self.down(wide), self.b(self.a(wide)))).logsumexp(-1).mean()
-        )
+        result: Tensor = self.head(self.body(self, self.down(wide), self.b(self.a(wide)))).logsumexp(-1).mean()
         return result
 
 
@@ -223,9 +214,7 @@ def test_the_backward_computes_what_trained_parameters_need() -> None:
         model(**batch(1)).loss.backward()
     (stage,) = compile_adapted(model, (1, 1, 1)).stages
     trained = find_trained(stage)
-    calls = [
-        n for n in stage.graph.nodes if n.target is not kernels.grouped_attention
-    ]  # which torch does not count
+    calls = [n for n in stage.graph.nodes if n.target is not kernels.grouped_attention]  # which torch does not count
     works = [work for n in calls for work in (forward_work(n), backward_work(n, trained))]
     assert sum(product.flops for work in works for product in work.products) == counter.get_total_flops()
 

@@ -34,12 +34,7 @@ def compiled(model: GeneratedGPT, batch: Batch, mesh: tuple[int, int, int]) -> a
     dim = 1 if model.config.sequence_first else 0
     example = {n: x.narrow(dim, 0, 1) for n, x in batch.items()}
     return autoptd.compile(
-        model,
-        mesh,
-        example_inputs=example,
-        microbatch_size=1,
-        num_microbatches=MICROBATCHES,
-        num_model_chunks=1,
+        model, mesh, example_inputs=example, microbatch_size=1, num_microbatches=MICROBATCHES, num_model_chunks=1
     )
 
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.compiled import CompiledProgram
+from autoptd.runtime.checkpoint.pretrained import INDEX, WHOLE, read_size
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.health.malloc import M_MMAP_THRESHOLD
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.weights import file_tensor
-from autoptd.runtime.weights.pretrained import INDEX, WHOLE, read_size
 from autoptd.runtime.weights.slices import take_slices
 from autoptd.text.reader import program_filename
 from autoptd.weights.sources import read_weights
@@ -35,10 +35,7 @@ from tests.ranks import run_ranks
 
 MODELS = HUGGING_FACE | FURTHER | PLAIN
 QUICK = ["gpt2", "t5"]
-OWN_NAMES = {
-    "mixtral",
-    "deepseek-v3",
-}  # transformers splits and renames what these hold, unless told otherwise
+OWN_NAMES = {"mixtral", "deepseek-v3"}  # transformers splits and renames what these hold, unless told otherwise
 
 
 def randomize(model: nn.Module) -> nn.Module:
@@ -56,9 +53,7 @@ def compile_tiny(
     example = {"idx": ids, "targets": ids} if name in PLAIN else {"input_ids": ids, "labels": ids}
     if name == "vit":
         example = {"pixel_values": torch.zeros(1, 3, 16, 16), "labels": ids[:, 0]}
-    return autoptd.compile(
-        model, mesh, example_inputs=example, num_microbatches=2, num_model_chunks=num_model_chunks
-    )
+    return autoptd.compile(model, mesh, example_inputs=example, num_microbatches=2, num_model_chunks=num_model_chunks)
 
 
 def save_plain(name: str, model: nn.Module, folder: Path, **options: Any) -> None:
@@ -75,9 +70,7 @@ def save_plain(name: str, model: nn.Module, folder: Path, **options: Any) -> Non
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(str(file)).items()
-    }
+    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(str(file)).items()}
 
 
 def pass_through(program: CompiledProgram, source: Path, target: Path, **options: Any) -> None:
@@ -373,9 +366,7 @@ def llama() -> CompiledProgram:
     return autoptd.compile(HUGGING_FACE["llama"](), (1, 1, 1), num_microbatches=1)
 
 
-def test_names_of_the_class_below_are_refused_with_the_nearest(
-    tmp_path: Path, llama: CompiledProgram
-) -> None:
+def test_names_of_the_class_below_are_refused_with_the_nearest(tmp_path: Path, llama: CompiledProgram) -> None:
     model = HUGGING_FACE["llama"]()
     model.model.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
     message = (
@@ -386,15 +377,11 @@ def test_names_of_the_class_below_are_refused_with_the_nearest(
         llama.bind(device="cpu", weights=tmp_path)
 
 
-def test_a_model_of_other_sizes_is_refused_before_anything_is_read(
-    tmp_path: Path, llama: CompiledProgram
-) -> None:
+def test_a_model_of_other_sizes_is_refused_before_anything_is_read(tmp_path: Path, llama: CompiledProgram) -> None:
     state = {n: x.clone() for n, x in HUGGING_FACE["llama"]().state_dict().items()}
     state["model.embed_tokens.weight"] = torch.zeros(VOCABULARY + 3, 32)
     save_file(state, str(tmp_path / WHOLE))
-    with pytest.raises(
-        ValueError, match=r"embed_tokens\.weight has shape \[64, 32\] .* \[61, 32\] in the prog"
-    ):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight has shape \[64, 32\] .* \[61, 32\] in the prog"):
         llama.bind(device="cpu", weights=tmp_path)
 
 

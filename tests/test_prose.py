@@ -9,12 +9,7 @@ from tests.test_house import PACKAGE, parse
 
 # "Return the ..." instead of "The ...", "Return whether ..." instead of "Whether ...".
 NOT_IMPERATIVE = {"The", "What", "Whether", "Which", "How", "That", "Where", "A", "An"}
-FREE_RELATIVES = NOT_IMPERATIVE - {
-    "The",
-    "Whether",
-    "A",
-    "An",
-}  # a property is a noun, and may be one of these
+FREE_RELATIVES = NOT_IMPERATIVE - {"The", "Whether", "A", "An"}  # a property is a noun, and may be one of these
 
 
 def list_docstrings() -> Iterator[tuple[str, str, str]]:
@@ -42,9 +37,5 @@ def test_docstrings_are_sentences() -> None:
 
 def test_docstrings_of_functions_are_imperative() -> None:
     refused = {"FunctionDef": NOT_IMPERATIVE, "property": FREE_RELATIVES, "ClassDef": FREE_RELATIVES}
-    found = [
-        place
-        for kind, place, first in list_docstrings()
-        if first.split(" ", 1)[0].rstrip(":,") in refused[kind]
-    ]
+    found = [place for kind, place, first in list_docstrings() if first.split(" ", 1)[0].rstrip(":,") in refused[kind]]
     assert found == [], "say what the function does: Return ..., Split ..., Raise ... if ..."

@@ -35,9 +35,7 @@ def quantize(linear: nn.Linear, kind: str, **options: Any) -> nn.Module:
     if kind == "int8":
         layer = bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
     else:
-        layer = bitsandbytes.nn.Linear4bit(
-            *sizes, quant_type=kind, **{"compute_dtype": torch.float32, **options}
-        )
+        layer = bitsandbytes.nn.Linear4bit(*sizes, quant_type=kind, **{"compute_dtype": torch.float32, **options})
     layer.load_state_dict(linear.state_dict())
     quantized: nn.Module = layer.to(linear.weight.dtype).to("cpu")  # which quantizes
     return quantized
@@ -46,9 +44,7 @@ def quantize(linear: nn.Linear, kind: str, **options: Any) -> nn.Module:
 def adapt(kind: str | None, **changes: Any) -> nn.Module:
     """A Llama with adapters that do something, on linear layers that are quantized but for the head."""
     torch.manual_seed(0)
-    base: Any = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SHAPES | HEADS | changes, use_cache=False)
-    )
+    base: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPES | HEADS | changes, use_cache=False))
     for name, part in list(base.model.named_modules()):
         if isinstance(part, nn.Linear) and kind is not None:
             base.model.set_submodule(name, quantize(part, kind))
@@ -91,9 +87,7 @@ def test_a_layer_has_the_bits_of_bitsandbytes(kind: str, dtype: torch.dtype, nes
     layer = quantize(nn.Linear(128, 24).to(dtype), kind, compress_statistics=nested)
     own = read_quantized(layer)
     assert isinstance(own, QuantizedLinear)
-    x, y = (
-        torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)
-    )
+    x, y = (torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
     expected, found = layer(x), own(y)
     (expected.square().sum() / 2).backward()
     (found.square().sum() / 2).backward()
@@ -193,9 +187,7 @@ def test_rows_and_whole_blocks_are_divided(program: CompiledProgram) -> None:
     targets = [node.target for stage in program.stages for node in stage.graph.nodes]
     assert targets.count(kernels.quantized_linear) == targets.count(kernels.add_linear) == 14
     assert targets.count(collectives.reduce_from_tensor) == 2 * SHAPES["num_hidden_layers"] + 1
-    packed = [
-        p for n, p in program.manifest.parameters.items() if n.endswith(("base_layer.weight", "absmax"))
-    ]
+    packed = [p for n, p in program.manifest.parameters.items() if n.endswith(("base_layer.weight", "absmax"))]
     for parameter in packed:
         local = parameter.local_shape(program.mesh.axes)
         assert torch.Size(local).numel() == torch.Size(parameter.shape).numel() / 2
@@ -228,9 +220,7 @@ def test_the_proof_reads_scales_beside_their_blocks(program: CompiledProgram) ->
     known = program.manifest.parameters
     other = replace(known[name], shape=(256, 2), placement=type(known[name].placement)())
     manifest = replace(program.manifest, parameters={**known, name: other})
-    with pytest.raises(
-        autoptd.ProgramError, match=r"the scales .*absmax.* is whole: expected both divided alike"
-    ):
+    with pytest.raises(autoptd.ProgramError, match=r"the scales .*absmax.* is whole: expected both divided alike"):
         replace(program, manifest=manifest).check()
 
 
@@ -243,9 +233,7 @@ def test_a_step_has_bitsandbytes_gradients_and_gives_adapters(model: Any, tmp_pa
     def step(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         parallel = program.bind()
         parallel(**batch(2)).loss.backward()
-        whole = {
-            n: p.grad for n, p in parallel.named_parameters() if p.grad is not None and "o_proj.lora_B" in n
-        }
+        whole = {n: p.grad for n, p in parallel.named_parameters() if p.grad is not None and "o_proj.lora_B" in n}
         return parallel.full_state_dict(), whole
 
     (state, gradients), _ = run_ranks(step, 2)

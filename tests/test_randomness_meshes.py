@@ -30,15 +30,7 @@ from tests.parity import Batch, Training, loss_of, train_compiled
 from tests.ranks import run_ranks
 
 # tensor, pipeline, data; the first is one device
-MESHES = [
-    (1, 1, 1),
-    (2, 1, 1),
-    (1, 2, 2),
-    (2, 2, 2),
-    (4, 1, 2),
-    (4, 2, 1),
-    (2, 1, 4),
-]  # one device and six others
+MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2), (4, 1, 2), (4, 2, 1), (2, 1, 4)]  # one device and six others
 SEQUENCES = 8  # of all replicas and microbatches
 
 
@@ -92,9 +84,7 @@ def draw_mask(case: Case, mesh: Mesh, coordinates: Coordinates, microbatch: int)
     shape = case.whole_shape(b)
     if case.divided is not None:
         shape[case.divided] //= mesh.tensor
-    kept: Tensor = kernels.dropout(
-        rank, torch.ones(shape), case.p, case.operator, case.sample, case.divided
-    ).bool()
+    kept: Tensor = kernels.dropout(rank, torch.ones(shape), case.p, case.operator, case.sample, case.divided).bool()
     return kept
 
 
@@ -146,9 +136,7 @@ class Revealing(nn.Module):
         self.replicated = nn.Parameter(torch.zeros(length, length))
         self.divided = nn.Parameter(torch.zeros(length, heads * length))
         self.attention = nn.Parameter(torch.zeros(length, heads * length))
-        self.query, self.key, self.value, self.up = (
-            nn.Linear(length, heads * length, bias=False) for _ in range(4)
-        )
+        self.query, self.key, self.value, self.up = (nn.Linear(length, heads * length, bias=False) for _ in range(4))
         self.down, self.last = (nn.Linear(heads * length, 1, bias=False) for _ in range(2))
         with torch.no_grad():
             for layer in (self.query, self.key, self.up):
@@ -188,9 +176,7 @@ def run_step(program: CompiledProgram, batch: Batch, dims: dict[str, int]) -> di
         text = texts[at.pipeline]
         constants = text.constants or (lambda p: {})
         weights = dict(program.model.state_dict()) if program.model is not None else {}
-        parallel = Parallel(
-            connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights)
-        )
+        parallel = Parallel(connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights))
         own = {n: x.chunk(mesh.data, dims[n])[at.data].contiguous() for n, x in batch.items()}
         loss_of(parallel(**own)).backward()
         return {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
@@ -213,18 +199,13 @@ def reveal(gradient: Tensor, factor: float) -> Tensor:
     return torch.stack([sums.long() >> sample & 1 for sample in range(SEQUENCES)]).bool()
 
 
-def reveal_masks(
-    case: tuple[int, int, float, bool, int], mesh: tuple[int, int, int], b: int
-) -> dict[str, Tensor]:
+def reveal_masks(case: tuple[int, int, float, bool, int], mesh: tuple[int, int, int], b: int) -> dict[str, Tensor]:
     heads, length, p, sequence_first, seed = case
     model = Revealing(heads, length, p, sequence_first).double()
     dims = {"x": 1 if sequence_first else 0, "counts": 0}
     x = torch.eye(length, dtype=torch.float64).expand(SEQUENCES, length, length)
     counts = torch.arange(SEQUENCES, dtype=torch.float64).exp2()
-    batch = {
-        "x": x.transpose(0, 1).contiguous() if sequence_first else x,
-        "counts": counts,
-    }
+    batch = {"x": x.transpose(0, 1).contiguous() if sequence_first else x, "counts": counts}
     microbatches = SEQUENCES // b // mesh[2]
     example = {n: t.narrow(dims[n], 0, b).contiguous() for n, t in batch.items()}
     program = autoptd.compile(
@@ -258,9 +239,7 @@ def reveal_masks(
     ],
     ids=str,
 )
-def test_compiled_programs_keep_the_same_elements_on_every_mesh(
-    case: tuple[int, int, float, bool, int],
-) -> None:
+def test_compiled_programs_keep_the_same_elements_on_every_mesh(case: tuple[int, int, float, bool, int]) -> None:
     heads, length, p, *_ = case
     one = reveal_masks(case, MESHES[0], b=1)
     assert [tuple(mask.shape) for mask in one.values()] == [
@@ -300,9 +279,7 @@ def gather_weights(program: CompiledProgram) -> dict[str, Tensor]:
     def gather(connection: Connection) -> dict[str, Tensor]:
         text = texts[connection.rank.coordinates.pipeline]
         constants = text.constants or (lambda p: {})
-        functions = ShapeFunctions(
-            program.manifest, text.stages, constants, program.schedule, program.buffers
-        )
+        functions = ShapeFunctions(program.manifest, text.stages, constants, program.schedule, program.buffers)
         parallel = Parallel(connection, functions, drawn=True)
         for name, parameter in program.manifest.parameters.items():
             if (

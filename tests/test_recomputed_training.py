@@ -59,9 +59,7 @@ def make_batches(name: str) -> list[Batch]:
 def compile_model(name: str, dtype: torch.dtype, mesh: Any, recompute: str | int) -> autoptd.CompiledProgram:
     example = {n: x[:1] for n, x in make_batches(name)[0].items()}
     options: dict[str, Any] = {"num_microbatches": MICROBATCHES, "num_model_chunks": 2 if mesh[1] > 1 else 1}
-    return autoptd.compile(
-        make_model(name, dtype), mesh, example_inputs=example, recompute=recompute, **options
-    )
+    return autoptd.compile(make_model(name, dtype), mesh, example_inputs=example, recompute=recompute, **options)
 
 
 @cache
@@ -86,9 +84,7 @@ def check_same(found: Run, expected: Run) -> None:
         pytest.param(name, *on, mode, marks=[pytest.mark.slow] * (k > 0 or i != j))
         for i, name in enumerate(MODELS)
         for j, mode in enumerate(MODES[:3])
-        for k, on in enumerate(
-            [((2, 2, 1), torch.float32), ((1, 1, 1), torch.float64), ((1, 2, 1), torch.float64)]
-        )
+        for k, on in enumerate([((2, 2, 1), torch.float32), ((1, 1, 1), torch.float64), ((1, 2, 1), torch.float64)])
     ],
     ids=str,
 )
@@ -115,9 +111,7 @@ def test_half_precision(name: str, dtype: torch.dtype, recompute: str | int) -> 
     [((1, 1, 1), torch.float32), ((2, 2, 1), torch.float64), ((2, 2, 1), torch.bfloat16)],
     ids=lambda x: str(x),
 )
-def test_processes_in_the_other_precision(
-    name: str, mesh: Any, dtype: torch.dtype, recompute: str | int
-) -> None:
+def test_processes_in_the_other_precision(name: str, mesh: Any, dtype: torch.dtype, recompute: str | int) -> None:
     test_processes(name, mesh, dtype, recompute)
 
 
@@ -147,8 +141,7 @@ def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Bat
 def test_threads(mesh: Any, recompute: str | int) -> None:
     model, (batch, _) = make_model("gpt2", torch.float64), make_batches("gpt2")
     own, other = (
-        train_threads(compile_model("gpt2", torch.float64, mesh, mode), model, batch)
-        for mode in (recompute, "none")
+        train_threads(compile_model("gpt2", torch.float64, mesh, mode), model, batch) for mode in (recompute, "none")
     )
     assert own.keys() == other.keys()
     assert len(own) > 1

@@ -102,9 +102,7 @@ def test_plain_training_lowers_the_loss(
     tokens = np.tile(np.arange(40, dtype=np.uint16), 50)
     monkeypatch.setattr(corpus, "load_corpus", lambda: tokens)
     monkeypatch.setattr(corpus, "VOCAB_SIZE", 64)
-    sizes = (
-        "--layers 2 --hidden 32 --heads 2 --length 16 --steps 8 --mesh 1,1,2 --learning-rate 1e-2 --warm-up 1"
-    )
+    sizes = "--layers 2 --hidden 32 --heads 2 --length 16 --steps 8 --mesh 1,1,2 --learning-rate 1e-2 --warm-up 1"
     log = tmp_path / "log.jsonl"
     train.main(["--plain", "--model", name, *sizes.split(), "--losses", str(log)])
     losses = [json.loads(line)["loss"] for line in log.read_text().splitlines()]
@@ -134,20 +132,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_mesh_and_one_device_print_the_same_loss(tmp_path: Path) -> None:
-    sizes = [
-        "--layers",
-        "2",
-        "--hidden",
-        "32",
-        "--heads",
-        "2",
-        "--length",
-        "16",
-        "--steps",
-        "3",
-        "--mesh",
-        "2,2,1",
-    ]
+    sizes = ["--layers", "2", "--hidden", "32", "--heads", "2", "--length", "16", "--steps", "3", "--mesh", "2,2,1"]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "samples.train"]
     threads = {**os.environ, "OMP_NUM_THREADS": "1"}
     losses: list[list[float]] = []
@@ -164,10 +149,7 @@ def test_mesh_and_one_device_print_the_same_loss(tmp_path: Path) -> None:
     assert losses[0][2] != losses[0][0]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "chunks"),
-    [slow((2, 2, 2), 1), slow((1, 2, 2), 2), ((1, 1, 2), 1)],
-)
+@pytest.mark.parametrize(("mesh", "chunks"), [slow((2, 2, 2), 1), slow((1, 2, 2), 2), ((1, 1, 2), 1)])
 def test_the_hand_written_rival_trains_the_same_model(
     mesh: tuple[int, int, int], chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,5 @@ def test_parameter_group_schedules_resume_on_another_mesh(
 
 
 def test_other_groups_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        RuntimeError, match=f"{CheckpointError.__name__}.* schedulers know parameter groups by number"
-    ):
+    with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}.* schedulers know parameter groups by number"):
         resume(tmp_path, (1, 2, 1), (2, 1, 1), False)

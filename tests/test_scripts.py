@@ -51,9 +51,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(folder: Path, *command: str, **more: str) -> str:
-    finished = subprocess.run(
-        command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=280
-    )
+    finished = subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=280)
     assert finished.returncode == 0, finished.stderr[-4000:]
     return finished.stdout
 
@@ -75,9 +73,7 @@ def numbers(text: str) -> list[float]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pairs_are_few_lines_apart(name: str) -> None:
-    before, after = (
-        (SCRIPTS / f"{name}_{which}.py").read_text().splitlines() for which in ("before", "after")
-    )
+    before, after = ((SCRIPTS / f"{name}_{which}.py").read_text().splitlines() for which in ("before", "after"))
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     changes = [code for code in matcher.get_opcodes() if code[0] != "equal"]
     assert 0 < sum(max(i2 - i1, j2 - j1) for _, i1, i2, j1, j2 in changes) <= LINES
@@ -110,12 +106,9 @@ MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 
 
 
 @pytest.mark.parametrize(
-    ("device", "mesh"),
-    [("cpu", (1, 2, 1)), *(pytest.param("cuda", mesh, marks=pytest.mark.gpu) for mesh in MESHES)],
+    ("device", "mesh"), [("cpu", (1, 2, 1)), *(pytest.param("cuda", mesh, marks=pytest.mark.gpu) for mesh in MESHES)]
 )
-def test_ranks_on_one_card_train_as_the_plain_model(
-    device: str, mesh: tuple[int, int, int], folder: Path
-) -> None:
+def test_ranks_on_one_card_train_as_the_plain_model(device: str, mesh: tuple[int, int, int], folder: Path) -> None:
     """Over NCCL on a GPU, and over gloo without one; beside the plain model there, and on the CPU."""
     if torch.cuda.is_available() != (device == "cuda"):
         pytest.skip("with a GPU over NCCL, without one over gloo")
@@ -125,9 +118,7 @@ def test_ranks_on_one_card_train_as_the_plain_model(
     parallel = run(folder, script, str(math.prod(mesh)), *sizes, MASTER_PORT=free_port())
     plain = ["samples.train", "--plain", *sizes]
     losses = numbers(
-        run(folder, sys.executable, "-m", *plain)
-        if device == "cuda"
-        else run_ranks(run_module, 1, folder, *plain)[0]
+        run(folder, sys.executable, "-m", *plain) if device == "cuda" else run_ranks(run_module, 1, folder, *plain)[0]
     )
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
@@ -183,9 +174,7 @@ def test_losses_with_and_without_graphs_are_compared_bit_by_bit(tmp_path: Path) 
     ]
     assert "no step" in said.stderr
     settings["MESHES"] = "1,1,1"
-    assert (
-        subprocess.run([script], cwd=tmp_path, env=settings, capture_output=True, timeout=100).returncode == 0
-    )
+    assert subprocess.run([script], cwd=tmp_path, env=settings, capture_output=True, timeout=100).returncode == 0
 
 
 def free_port() -> str:
@@ -200,10 +189,7 @@ def test_two_launchers_are_one_job(folder: Path) -> None:
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GPUS_PER_NODE": "2"}
     settings["SCRIPT"] = "samples.scripts.nanogpt_after"
     second = subprocess.Popen(
-        [script, str(STEPS)],
-        cwd=folder,
-        env=environment(NODE_RANK="1", **settings),
-        stdout=subprocess.DEVNULL,
+        [script, str(STEPS)], cwd=folder, env=environment(NODE_RANK="1", **settings), stdout=subprocess.DEVNULL
     )
     try:
         first = run(folder, script, str(STEPS), NODE_RANK="0", **settings)
@@ -246,8 +232,7 @@ def two_hosts() -> Iterator[list[list[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not shutil.which("ip") or os.geteuid() != 0,
-    reason="makes network namespaces: needs Linux's iproute2 and root",
+    not shutil.which("ip") or os.geteuid() != 0, reason="makes network namespaces: needs Linux's iproute2 and root"
 )
 def test_two_machines_are_one_job(folder: Path) -> None:
     """The launch file on each of two hosts that have nothing in common but the cable between them."""
@@ -274,10 +259,7 @@ def test_two_machines_are_one_job(folder: Path) -> None:
 
 def test_slurm_starts_a_launcher_a_node(folder: Path) -> None:
     """Against a stand-in of Slurm's commands: the node's launcher gets the job's nodes and the first one's address."""
-    for name, body in {
-        "scontrol": 'printf "%s\\n" node-a node-b',
-        "srun": 'printf "%s\\n" "$@"',
-    }.items():
+    for name, body in {"scontrol": 'printf "%s\\n" node-a node-b', "srun": 'printf "%s\\n" "$@"'}.items():
         file = folder / name
         file.write_text(f"#!/bin/sh\n{body}\n")
         file.chmod(0o755)
@@ -286,16 +268,7 @@ def test_slurm_starts_a_launcher_a_node(folder: Path) -> None:
     script = str(ROOT / "samples" / "launch" / "slurm.sh")
     given = run(folder, script, "--mesh", "8,2,1", **settings, SLURM_GPUS_ON_NODE="4").split()
     command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--rdzv-backend", "c10d"]
-    command += [
-        "--rdzv-endpoint",
-        "node-a:29500",
-        "--rdzv-id",
-        "77",
-        "-m",
-        "samples.train",
-        "--mesh",
-        "8,2,1",
-    ]
+    command += ["--rdzv-endpoint", "node-a:29500", "--rdzv-id", "77", "-m", "samples.train", "--mesh", "8,2,1"]
     assert given == ["--kill-on-bad-exit=1", *command]
 
 

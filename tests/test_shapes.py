@@ -52,9 +52,7 @@ def make_batch(
 
 def compile_shapes(model: nn.Module, mesh: tuple[int, int, int], *shapes: tuple[int, int]) -> CompiledProgram:
     examples = [make_example(shape) for shape in shapes]
-    return autoptd.compile(
-        model, mesh, example_inputs=examples, num_microbatches=MICROBATCHES, num_model_chunks=1
-    )
+    return autoptd.compile(model, mesh, example_inputs=examples, num_microbatches=MICROBATCHES, num_model_chunks=1)
 
 
 def make_model(**options: Any) -> nn.Module:
@@ -200,9 +198,8 @@ def test_loaded_buffers_change_the_constants_of_all(mesh: tuple[int, int, int]) 
 def test_a_saved_program_has_all_shapes(tmp_path: Path) -> None:
     model = make_model(flash=False)
     program = compile_shapes(model, (2, 2, 1), LONG, SHORT)
-    assert (
-        "2 input shapes, the first here: microbatches of idx [1, 16], targets [1, 16]; or idx [2, 10]"
-        in str(program)
+    assert "2 input shapes, the first here: microbatches of idx [1, 16], targets [1, 16]; or idx [2, 10]" in str(
+        program
     )
     program.save(tmp_path)
     assert (tmp_path / "shape_1" / "program_01.py").read_text() == program.shapes[1].rank(2).code
@@ -300,9 +297,7 @@ def test_ranks_with_different_shapes_are_refused_on_all(mesh: tuple[int, int, in
 
     (text, loss), other = run_ranks(work, 2)
     assert (text, loss) == other
-    assert (
-        "rank 1 was given idx [4, 10], targets [4, 10], where most have idx [2, 16], targets [2, 16]" in text
-    )
+    assert "rank 1 was given idx [4, 10], targets [4, 10], where most have idx [2, 16], targets [2, 16]" in text
 
 
 class Sometimes(PlainGPT):
@@ -329,9 +324,7 @@ class Windowed(PlainGPT):
             attention.register_buffer("bias", bias * torch.triu(torch.ones_like(bias), -11))
 
 
-def refused(
-    match: str, model: nn.Module, mesh: tuple[int, int, int], examples: list[Any], **options: Any
-) -> None:
+def refused(match: str, model: nn.Module, mesh: tuple[int, int, int], examples: list[Any], **options: Any) -> None:
     with pytest.raises(ValueError, match=match):
         autoptd.compile(model, mesh, example_inputs=examples, num_microbatches=MICROBATCHES, **options)
 
@@ -357,10 +350,7 @@ def test_shapes_that_cannot_share_are_refused() -> None:
         [long, {"idx": long["idx"]}],
     )
     refused(
-        "it has idx of int32, targets of int64, and",
-        make_model(),
-        two,
-        [long, {**short, "idx": short["idx"].int()}],
+        "it has idx of int32, targets of int64, and", make_model(), two, [long, {**short, "idx": short["idx"].int()}]
     )
     refused(
         r"example_inputs\[2\] .*same shapes as example_inputs\[0\]",
@@ -416,8 +406,7 @@ def test_positions_given_once_stay_whole() -> None:
             return functional.cross_entropy(x.flatten(0, 1), targets.flatten())
 
     examples = [
-        {**make_example(shape), "places": torch.zeros(1, shape[1], dtype=torch.long)}
-        for shape in (SHORT, LONG)
+        {**make_example(shape), "places": torch.zeros(1, shape[1], dtype=torch.long)} for shape in (SHORT, LONG)
     ]
     program = autoptd.compile(Placed().double(), (1, 1, 1), example_inputs=examples, num_microbatches=2)
     assert [[i.batch_dim for i in one.manifest.inputs] for one in program.shapes] == [[0, None, 0]] * 2

@@ -134,9 +134,7 @@ def test_items_of_unknown_labels_are_refused() -> None:
     chain = Chain((1, 1, 1), "gpipe", 1, 1)
     parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
     assert not parallel.accepts_loss_kwargs
-    with pytest.raises(
-        ValueError, match=r"num_items_in_batch is given, but the loss is not known .*x, ids, target"
-    ):
+    with pytest.raises(ValueError, match=r"num_items_in_batch is given, but the loss is not known .*x, ids, target"):
         parallel(**chain.batch(), num_items_in_batch=3)
     assert parallel._connection.rank.randomness.call == 0
 
@@ -179,7 +177,5 @@ def test_items_weigh_a_call_by_its_labels() -> None:
     whole = [p.grad.clone() for p in parallel.parameters() if p.grad is not None]
     parallel.zero_grad()
     part.backward()
-    for gradient, half in zip(
-        whole, (p.grad for p in parallel.parameters() if p.grad is not None), strict=True
-    ):
+    for gradient, half in zip(whole, (p.grad for p in parallel.parameters() if p.grad is not None), strict=True):
         torch.testing.assert_close(half, gradient / 2)

@@ -153,8 +153,7 @@ def differential(m: Attention, x: Tensor) -> Tensor:
     q, k, v = x.chunk(3, -1)
     pairs = [y.view(*y.shape[:2], HEADS // 2, 2, SIZE).permute(3, 0, 2, 1, 4) for y in (q, k)]
     one, two = (
-        (q @ k.transpose(-2, -1)).masked_fill(~m.seen, float("-inf")).softmax(-1)
-        for q, k in zip(*pairs, strict=True)
+        (q @ k.transpose(-2, -1)).masked_fill(~m.seen, float("-inf")).softmax(-1) for q, k in zip(*pairs, strict=True)
     )
     y: Tensor = (one - m.slopes[:2] * two) @ split_heads(v, HEADS // 2)
     return y.transpose(1, 2).flatten(2)
@@ -186,14 +185,11 @@ def scaled_by(divisor: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
 
 def complex_rotary(m: Attention, x: Tensor, heads: int = HEADS) -> Tensor:
     """Positions as turns of complex numbers."""
-    q, k, v = (
-        y.unflatten(-1, (-1, SIZE)) for y in (x.chunk(3, -1) if heads == HEADS else multi_query_rows(x))
-    )
+    q, k, v = (y.unflatten(-1, (-1, SIZE)) for y in (x.chunk(3, -1) if heads == HEADS else multi_query_rows(x)))
     angles = torch.outer(torch.arange(x.shape[1]), 1.0 / 10 ** torch.arange(0, SIZE, 2)[: SIZE // 2])
     turns = torch.polar(torch.ones_like(angles), angles)[None, :, None]  # in complex64, which verify promotes
     q, k = (
-        torch.view_as_real(torch.view_as_complex(y.reshape(*y.shape[:3], -1, 2)) * turns).flatten(3)
-        for y in (q, k)
+        torch.view_as_real(torch.view_as_complex(y.reshape(*y.shape[:3], -1, 2)) * turns).flatten(3) for y in (q, k)
     )
     return fused(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True, enable_gqa=heads < HEADS)
 
@@ -208,9 +204,7 @@ def sink_below_its_largest(m: Attention, x: Tensor) -> Tensor:
 
 
 ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
-    "multi-query": lambda: Attention(
-        lambda m, x: fused(*multi_query(m, x), is_causal=True, enable_gqa=True), 48
-    ),
+    "multi-query": lambda: Attention(lambda m, x: fused(*multi_query(m, x), is_causal=True, enable_gqa=True), 48),
     "multi-query written out": lambda: Attention(single_head_written, 48),
     "multi-query repeated": lambda: Attention(repeated, 48),
     "grouped": lambda: Attention(lambda m, x: fused(*grouped(m, x)), 64),
@@ -276,9 +270,7 @@ class Halves(nn.Module):
         self.tokens, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
         self.scale = nn.Parameter(torch.rand(HIDDEN))
         self.turned = HIDDEN - spared
-        angles = torch.outer(torch.arange(LENGTH), 1 / 10 ** torch.linspace(0, 1, self.turned // 2)).repeat(
-            1, 2
-        )
+        angles = torch.outer(torch.arange(LENGTH), 1 / 10 ** torch.linspace(0, 1, self.turned // 2)).repeat(1, 2)
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
 
@@ -353,9 +345,7 @@ def test_the_dtype_of_an_empty_part_counts(empty: torch.dtype) -> None:
     ),
 )
 @pytest.mark.parametrize("mesh", [slow((1, 1, 1)), (2, 2, 1)])
-def test_an_attention_is_divided_and_has_the_plain_models_gradients(
-    name: str, mesh: tuple[int, int, int]
-) -> None:
+def test_an_attention_is_divided_and_has_the_plain_models_gradients(name: str, mesh: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     log = check(Model([Block(ATTENTIONS[name], parallel=i == 1) for i in range(2)]), mesh)
     assert "attention replicated" not in log
@@ -401,15 +391,11 @@ def test_heads_may_be_merged_with_the_sequences(packed: str, tensor: int) -> Non
     torch.manual_seed(0)
     model = Merged()
     check(model, (tensor, 1, 1))
-    assert (
-        compile_model(model, (tensor, 1, 1)).manifest.parameters["output.weight"].placement["tensor"].dim == 1
-    )
+    assert compile_model(model, (tensor, 1, 1)).manifest.parameters["output.weight"].placement["tensor"].dim == 1
 
 
 @pytest.mark.parametrize("mesh", [slow((2, 1, 1)), (2, 2, 1)])
-def test_positions_may_be_the_first_rows_of_what_is_computed_of_a_parameter(
-    mesh: tuple[int, int, int],
-) -> None:
+def test_positions_may_be_the_first_rows_of_what_is_computed_of_a_parameter(mesh: tuple[int, int, int]) -> None:
     class Scaled(Model):
         def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
             x = self.tokens(idx) + (self.positions * 0.5)[:LENGTH]
@@ -471,9 +457,7 @@ def test_the_epsilon_of_a_norm_that_has_none_is_that_of_the_dtype_it_runs_in() -
 
 
 @pytest.mark.parametrize(("attend", "width"), [(plain, 96), (multi_query, 48), (grouped, 64)])
-def test_heads_that_meet_another_divided_dimension_are_replicated_with_the_cause(
-    attend: Any, width: int
-) -> None:
+def test_heads_that_meet_another_divided_dimension_are_replicated_with_the_cause(attend: Any, width: int) -> None:
     """Without a projection behind it, the attention's heads and the vocabulary are dimensions of one weight."""
 
     def body(m: Attention, x: Tensor) -> Tensor:
@@ -500,9 +484,7 @@ def test_several_key_heads_on_each_rank_serve_several_query_heads(
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     inputs = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("input_ids", "labels")}
-    program = autoptd.compile(
-        model, mesh=(tensor, 1, 1), example_inputs=inputs, num_microbatches=1, fuse=fuse
-    )
+    program = autoptd.compile(model, mesh=(tensor, 1, 1), example_inputs=inputs, num_microbatches=1, fuse=fuse)
     assert program.verify().passed
 
 
@@ -679,9 +661,7 @@ class Products(nn.Module):
             nn.Parameter(torch.randn(shape) * 0.1) for shape in ((HIDDEN, 4 * HIDDEN), (HIDDEN, 4 * HIDDEN))
         )
         self.turned = nn.Parameter(torch.randn(SIZE, HIDDEN, HEADS) * 0.1)
-        self.first, self.second = (
-            nn.Parameter(torch.randn(shape) * 0.1) for shape in ((HIDDEN, 8), (8, HIDDEN))
-        )
+        self.first, self.second = (nn.Parameter(torch.randn(shape) * 0.1) for shape in ((HIDDEN, 8), (8, HIDDEN)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + torch.tensordot(functional.gelu(torch.tensordot(x, self.up, 1)), self.down, ([-1], [1]))

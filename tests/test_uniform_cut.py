@@ -14,13 +14,8 @@ MODEL = GPT(GPTConfig(vocab_size=4096, block_size=16, n_layer=6, n_embd=32, n_he
 
 def modules(program: autoptd.CompiledProgram) -> list[set[str]]:
     """The user's modules that each stage has calls of: "h.3", "wte"."""
-    paths = [
-        [str(info(n).path) for n in stage.graph.nodes if n.op == "call_function"] for stage in program.stages
-    ]
-    return [
-        {".".join(path.split(".")[: 2 if path.startswith("h.") else 1]) for path in own if path}
-        for own in paths
-    ]
+    paths = [[str(info(n).path) for n in stage.graph.nodes if n.op == "call_function"] for stage in program.stages]
+    return [{".".join(path.split(".")[: 2 if path.startswith("h.") else 1]) for path in own if path} for own in paths]
 
 
 def test_stages_have_equally_many_layers() -> None:

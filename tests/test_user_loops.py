@@ -68,10 +68,7 @@ def halve(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 def compare(
-    mesh: Mesh,
-    parallel_loop: Callable[[Parallel, Any], Any],
-    plain_loop: Callable[..., Any],
-    **options: Any,
+    mesh: Mesh, parallel_loop: Callable[[Parallel, Any], Any], plain_loop: Callable[..., Any], **options: Any
 ) -> None:
     """``parallel_loop(parallel, loader)`` on every rank sees what ``plain_loop(model, loader)`` sees, and trains so."""
     model = make_model()
@@ -198,10 +195,7 @@ def train_with_lightning(model: nn.Module, loader: Any) -> list[Seen]:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": halve(optimizer), "interval": "step"},
-            }
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halve(optimizer), "interval": "step"}}
 
     trainer = lightning.Trainer(
         strategy=lightning.pytorch.strategies.SingleDeviceStrategy(device="cpu"),
@@ -299,23 +293,13 @@ def test_the_call_has_the_signature_of_the_models_own() -> None:
             super().__init__()
             self.model = make_model()
 
-        def forward(
-            self, idx: Tensor, mask: Tensor | None = None, *, labels: Tensor, scale: float = 1.0
-        ) -> Tensor:
+        def forward(self, idx: Tensor, mask: Tensor | None = None, *, labels: Tensor, scale: float = 1.0) -> Tensor:
             loss: Tensor = self.model(idx, labels)[1]
             return loss * scale
 
     example = dict(zip(("idx", "labels"), make_data(1).tensors, strict=True))
-    parallel = autoptd.compile(
-        Masked(), (1, 1, 1), example_inputs={**example, "scale": 2.0}, num_microbatches=1
-    ).bind()
-    assert list(inspect.signature(parallel.forward).parameters) == [
-        "idx",
-        "mask",
-        "labels",
-        "scale",
-        "others",
-    ]
+    parallel = autoptd.compile(Masked(), (1, 1, 1), example_inputs={**example, "scale": 2.0}, num_microbatches=1).bind()
+    assert list(inspect.signature(parallel.forward).parameters) == ["idx", "mask", "labels", "scale", "others"]
     utils = pytest.importorskip("transformers.utils")
     assert utils.find_labels(type(parallel)) == ["labels"]
     assert type(parallel).__name__ == "Parallel"
@@ -367,23 +351,17 @@ def test_a_forward_that_takes_others_and_a_number() -> None:
             super().__init__()
             self.model = make_model()
 
-        def forward(
-            self, idx: Tensor, targets: Tensor, others: Tensor | None = None, scale: float = 1.0
-        ) -> Tensor:
+        def forward(self, idx: Tensor, targets: Tensor, others: Tensor | None = None, scale: float = 1.0) -> Tensor:
             loss: Tensor = self.model(idx, targets)[1]
             return loss * scale
 
     example = dict(zip(("idx", "targets"), (x[:1].clone() for x in make_data(1).tensors), strict=True))
-    program = autoptd.compile(
-        Named(), (1, 1, 1), example_inputs={**example, "scale": 2.0}, num_microbatches=ROWS
-    )
+    program = autoptd.compile(Named(), (1, 1, 1), example_inputs={**example, "scale": 2.0}, num_microbatches=ROWS)
     parallel = program.bind()
     signature = inspect.signature(parallel.forward)
     assert list(signature.parameters) == ["idx", "targets", "others", "scale", "others_"]
     batch = next(iter(load()))
-    assert torch.equal(
-        parallel(*batch, scale=signature.parameters["scale"].default), parallel(*batch, scale=2)
-    )
+    assert torch.equal(parallel(*batch, scale=signature.parameters["scale"].default), parallel(*batch, scale=2))
     with pytest.raises(ValueError, match="scale is True, but the program was compiled with 2"):
         parallel(*batch, scale=True)
 
@@ -398,9 +376,7 @@ def test_an_optimizer_made_before_bind_is_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     parallel = compile_model(model, (1, 1, 1)).bind()
     parallel(*next(iter(load())))[1].backward()
-    with pytest.raises(
-        ValueError, match=r"wte.weight, .* optimizer = AdamW\(parallel.parameters\(\), \.\.\.\)"
-    ):
+    with pytest.raises(ValueError, match=r"wte.weight, .* optimizer = AdamW\(parallel.parameters\(\), \.\.\.\)"):
         optimizer.step()
 
 
@@ -445,9 +421,7 @@ def test_a_part_of_the_model_that_another_rank_has_is_named() -> None:
         if rank == 0:
             assert parallel.wpe.weight is parallel.get_parameter("wpe.weight")
             return
-        with pytest.raises(
-            AttributeError, match=r"'wpe': the stages of this rank do not read the model's wpe"
-        ):
+        with pytest.raises(AttributeError, match=r"'wpe': the stages of this rank do not read the model's wpe"):
             parallel.wpe.weight.requires_grad_(False)
 
     run_ranks(work, 2)
@@ -460,9 +434,7 @@ def test_a_part_of_the_model_that_another_rank_has_is_named() -> None:
 )
 def test_a_copy_of_the_parallel_model_is_refused(take: Callable[[nn.Module], object]) -> None:
     parallel = compile_model(make_model(), (1, 1, 1)).bind()
-    with pytest.raises(
-        TypeError, match=r"neither copied nor pickled: save_checkpoint .* average of its weights"
-    ):
+    with pytest.raises(TypeError, match=r"neither copied nor pickled: save_checkpoint .* average of its weights"):
         take(parallel)
 
 
@@ -510,9 +482,7 @@ def test_ddp_is_refused() -> None:
             call = partial(DistributedDataParallel(parallel), batch[0])
         else:
             call = partial(DistributedDataParallel(parallel), *batch)
-        with pytest.raises(
-            ValueError, match="inside DistributedDataParallel, which gave every rank the first"
-        ):
+        with pytest.raises(ValueError, match="inside DistributedDataParallel, which gave every rank the first"):
             call()
 
     run_ranks(work, 2, False)

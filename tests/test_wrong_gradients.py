@@ -19,8 +19,7 @@ def test_the_program_without_a_fault_is_right() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [pytest.param(f, marks=[] if f.name in QUICK else [pytest.mark.slow], id=f.name) for f in FAULTS],
+    "fault", [pytest.param(f, marks=[] if f.name in QUICK else [pytest.mark.slow], id=f.name) for f in FAULTS]
 )
 def test_each_is_found_with_its_place(fault: Fault) -> None:
     found = find(fault)

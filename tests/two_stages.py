@@ -31,9 +31,7 @@ class GraphMaker:
         self._propagation = Propagation(mesh)
         self._tensor = mesh.tensor
 
-    def argument(
-        self, name: str, role: Role, shape: tuple[int, ...] = (), dtype: torch.dtype = F32
-    ) -> fx.Node:
+    def argument(self, name: str, role: Role, shape: tuple[int, ...] = (), dtype: torch.dtype = F32) -> fx.Node:
         node = self.graph.placeholder(name)
         rank = self._propagation.rank
         val = rank if role == "rank" else torch.empty(shape, dtype=dtype, device=META)
@@ -88,9 +86,7 @@ def two_stages(tensor: int = 2) -> tuple[Program, Manifest, Schedule]:
     inputs, output = (ids, targets), Output("tensor")
     log = ("capture 40 nodes", "shard_tensors 40 -> 46 nodes", "cut_stages 2 stages")
     program = Program(mesh, stages, inputs, output, {"head.weight": "wte.weight"}, log)
-    manifest = Manifest(
-        mesh, "1f1b", 1, 4, 1, True, 0, inputs, interfaces, parameters, program.aliases, output
-    )
+    manifest = Manifest(mesh, "1f1b", 1, 4, 1, True, 0, inputs, interfaces, parameters, program.aliases, output)
     return program, manifest, make_schedule("1f1b", 2, 4, 1)
 
 
@@ -148,9 +144,7 @@ def _first_stage(maker: GraphMaker, tensor: int) -> None:
     packed = (parameter("h.0.attn.c_attn.weight"), parameter("h.0.attn.c_attn.bias"))
     qkv = call("c_attn", aten.linear.default, ln, *packed, path=f"{path}.c_attn", line=30, divided=2)
     split = call("split", aten.split.Tensor, qkv, width, 2, path=path, line=30, divided=2)
-    parts = [
-        call(name, operator.getitem, split, i, path=path, line=30, divided=2) for i, name in enumerate("qkv")
-    ]
+    parts = [call(name, operator.getitem, split, i, path=path, line=30, divided=2) for i, name in enumerate("qkv")]
     shape = [1, LENGTH, heads, HIDDEN // HEADS]
     views = [call("view", aten.view.default, x, shape, path=path, line=31, divided=2) for x in parts]
     q, k, v = (call("transpose", aten.transpose.int, x, 1, 2, path=path, line=31, divided=1) for x in views)
@@ -176,14 +170,10 @@ def _second_stage(maker: GraphMaker, tensor: int) -> None:
     targets = maker.argument("targets", "input", (1, LENGTH), torch.int64)
     scale = call("mean", aten.mean.default, q, path="gate", line=70, partial=True)
     scale = call("mean_g", collectives.reduce_from_tensor, rank, scale, path="gate", line=70)
-    made = call(
-        "new", aten.full.default, [], 1.5, path="gate", line=71, dtype=F32, device=META, pin_memory=False
-    )
+    made = call("new", aten.full.default, [], 1.5, path="gate", line=71, dtype=F32, device=META, pin_memory=False)
     h = call("gated", aten.addcmul.default, h, scale, made, path="gate", line=71, value=0.5)
     h = call("gated_f", collectives.copy_to_tensor, rank, h, path="gate", line=71)
-    logits = call(
-        "head", aten.linear.default, h, maker.parameter("wte.weight"), path="head", line=90, divided=2
-    )
+    logits = call("head", aten.linear.default, h, maker.parameter("wte.weight"), path="head", line=90, divided=2)
     logits = call("logits", aten.view.default, logits, [LENGTH, VOCABULARY // tensor], line=91, divided=1)
     flat = call("flat", aten.view.default, targets, [LENGTH], line=91)
     loss = call("loss", kernels.cross_entropy, rank, logits, flat, VOCABULARY, line=91)

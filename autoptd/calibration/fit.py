@@ -42,9 +42,7 @@ PROCESSES = 2  # that time kernels at once, where there are as many devices
 Results = Mapping[str, Sequence[Any]]
 
 
-def calibrate(
-    output: str | Path | None = None, *, devices: int | None = None, seconds: float = 20.0
-) -> Cluster:
+def calibrate(output: str | Path | None = None, *, devices: int | None = None, seconds: float = 20.0) -> Cluster:
     """Measure this machine and return a cluster of one node.
 
     Its devices are `devices` CUDA devices, or where there are none, cores that this process may use, each for one

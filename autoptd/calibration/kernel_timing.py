@@ -29,10 +29,7 @@ from autoptd.compiler import compile
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # Rows, columns, inner dimension; those that no power of two divides show what tiles waste.
-SHAPES = (
-    *((256, 512, 384), (512, 512, 512), (1024, 768, 768)),
-    *((200, 1000, 300), (72, 520, 520), (1000, 136, 712)),
-)
+SHAPES = (*((256, 512, 384), (512, 512, 512), (1024, 768, 768)), *((200, 1000, 300), (72, 520, 520), (1000, 136, 712)))
 COPIES = tuple(4**power for power in range(9, 13))  # elements
 # On a CUDA device. The first product is one that reaches the peak of each dtype; no copy fits into a cache.
 LARGE_SHAPES = (

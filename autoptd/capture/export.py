@@ -123,9 +123,7 @@ def check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {name}; expected an nn.Module or an fx.GraphModule")
     if isinstance(model, (DataParallel, DistributedDataParallel)) or "FSDP" in name:
-        raise TypeError(
-            f"model is wrapped in {name}; pass the plain module (model.module) and set data in the mesh"
-        )
+        raise TypeError(f"model is wrapped in {name}; pass the plain module (model.module) and set data in the mesh")
     if hasattr(model, "_orig_mod"):
         raise TypeError(f"model is a {name} from torch.compile; pass the plain module it was made from")
     if isinstance(model, Parallel):
@@ -233,9 +231,7 @@ def _name_tensors(
                 "the capture in every step. Pass it as an input, or compute it from the batch"
             )
         if (held := places.get(value.data_ptr())) is not None:
-            raise ValueError(
-                f"{place} reads {held} from outside the module, as a constant; read it through self"
-            )
+            raise ValueError(f"{place} reads {held} from outside the module, as a constant; read it through self")
         parameters[name] = Parameter(name, tuple(value.shape), value.dtype, "buffer", False)
         buffers[name] = value.detach()
     return _Tensors(parameters, aliases, buffers, placeholders)

@@ -166,9 +166,7 @@ class _AllAtOnce(TorchFunctionMode):
         return made.view(-1, *[1] * (5 - made.dim()), *made.shape[1:]).transpose(0, 2).squeeze(0)
 
     def _is_number(self, x: object) -> bool:
-        single = (
-            isinstance(x, Tensor) and x.dtype is not torch.bool and (id(x) in self._varying or not x.dim())
-        )
+        single = isinstance(x, Tensor) and x.dtype is not torch.bool and (id(x) in self._varying or not x.dim())
         return single or type(x) is int
 
     def _refuse(self, what: str) -> NoReturn:

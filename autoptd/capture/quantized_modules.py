@@ -17,7 +17,7 @@ _BLOCK = 64  # the most numbers that are not divided, of a row or a larger block
 
 
 class QuantizedLinear(nn.Module):
-    """What a ``Linear4bit`` or ``Linear8bitLt`` computes in training on a CPU; of its tensors only the bias trains."""
+    """A ``Linear4bit`` or ``Linear8bitLt`` as it computes in training on a CPU; of its tensors only the bias trains."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -84,9 +84,7 @@ def unpack_state(state: Weights) -> dict[str, Any]:
             out, size = state[f"{prefix}weight"].shape
             found.pop(f"{prefix}weight_format", None)
             blocksize, absmax = size, take(name) * (1 / 127)
-            table = (
-                torch.arange(256, dtype=torch.uint8, device=absmax.device).view(torch.int8).float()[:, None]
-            )
+            table = torch.arange(256, dtype=torch.uint8, device=absmax.device).view(torch.int8).float()[:, None]
         else:
             continue
         block = gcd(size, blocksize, _BLOCK)
@@ -98,9 +96,7 @@ def unpack_state(state: Weights) -> dict[str, Any]:
         absmax = absmax.float().repeat_interleave(blocksize // block)[: out * size // block].view(out, -1)
         shape, weight = (out, size // block, block // table.shape[1]), state[f"{prefix}weight"]
         if isinstance(weight, FileTensor):  # of which a rank reads its rows
-            found[f"{prefix}weight"] = PackedFile(
-                weight.path, weight.name, shape, torch.uint8, weight.shape[0] // out
-            )
+            found[f"{prefix}weight"] = PackedFile(weight.path, weight.name, shape, torch.uint8, weight.shape[0] // out)
         else:
             found[f"{prefix}weight"] = weight.detach().view(torch.uint8).view(shape)
         found |= {f"{prefix}absmax": absmax, f"{prefix}quant_map": table}

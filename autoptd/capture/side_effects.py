@@ -69,9 +69,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 @contextmanager
-def refuse_side_effects(
-    objective: nn.Module, assigned: dict[str, Tensor], left: dict[str, Any]
-) -> Iterator[None]:
+def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor], left: dict[str, Any]) -> Iterator[None]:
     """Raise SideEffectError if a forward in this block assigns buffers or draws from a foreign generator.
 
     Warns of numbers that forward changes. `assigned` gets the tensors that forward replaced, by their places, and
@@ -119,9 +117,7 @@ def _assign_view(module: nn.Module, name: str, value: Any, assign: Any = nn.Modu
     assign(module, name, value)
 
 
-def judge_left(
-    results: Iterable[Tensor], left: Mapping[str, Any], varies: Callable[[Any], bool]
-) -> list[str]:
+def judge_left(results: Iterable[Tensor], left: Mapping[str, Any], varies: Callable[[Any], bool]) -> list[str]:
     """Raise SideEffectError for a tensor with a gradient that forward has `left` beside the `results` of the step.
 
     Returns the places of what else is left and `varies` from step to step: numbers, detached tensors, and lists of what

@@ -48,9 +48,7 @@ def seem_on(device: str) -> Iterator[None]:
         for one in {name, "cpu"} if name == device else {name}:
             set_one(one, value)
 
-    setters: Any = {
-        n: partial(set_both, getattr(torch, n)) for n in ("set_autocast_enabled", "set_autocast_dtype")
-    }
+    setters: Any = {n: partial(set_both, getattr(torch, n)) for n in ("set_autocast_enabled", "set_autocast_dtype")}
     with (
         patch.object(FakeTensor, "device", seen),  # private: a property of Python, which no mode is asked for
         patch.object(common, "amp_definitely_not_available", return_value=False),

@@ -167,9 +167,7 @@ def _check_boundaries(manifest: Manifest) -> None:
     if given := manifest.stages[0].receives:
         raise ProgramError(f"stage 0 is the first and receives {_names(given)} from nowhere")
     if left := manifest.stages[-1].sends:
-        raise ProgramError(
-            f"stage {len(manifest.stages) - 1} is the last and sends {_names(left)} to nowhere"
-        )
+        raise ProgramError(f"stage {len(manifest.stages) - 1} is the last and sends {_names(left)} to nowhere")
     for sender, receiver in pairwise(manifest.stages):
         sends, receives = sender.sends, receiver.receives
         at = f"boundary between stages {sender.index} and {receiver.index}"
@@ -197,9 +195,7 @@ def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) 
     values = [node.meta["val"] for node in results]
     wanted = [(f"stage {following} takes {b.name} as", _write(b.dtype, b.shape)) for b in interface.sends]
     if following == len(manifest.stages):
-        losses = [
-            v for v in values[:1] if isinstance(v, torch.Tensor) and v.is_floating_point() and not v.dim()
-        ]
+        losses = [v for v in values[:1] if isinstance(v, torch.Tensor) and v.is_floating_point() and not v.dim()]
         wanted = [("expected", _describe(losses[0]) if losses else "a scalar floating-point loss")]
     for result in interface.outputs:
         shape = result.placement.local_shape(result.shape, manifest.mesh.axes)

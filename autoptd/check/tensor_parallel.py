@@ -142,13 +142,9 @@ class StageWalk:
         if not right:
             placement = self.placements[node]
             kind = "a tuple" if isinstance(placement, tuple) else placement.word
-            raise proof.PlacementError(
-                f"stage {self.index}: {where(node)} {use} and is {kind}: expected {expected}"
-            )
+            raise proof.PlacementError(f"stage {self.index}: {where(node)} {use} and is {kind}: expected {expected}")
 
-    def backward(
-        self, leaving: Sequence[Gradient | None], receives: Sequence[Boundary]
-    ) -> list[Gradient | None]:
+    def backward(self, leaving: Sequence[Gradient | None], receives: Sequence[Boundary]) -> list[Gradient | None]:
         """Find every whole value's gradient, given that of each output; give that of each received value."""
         given: dict[fx.Node, list[Gradient]] = {}
         for node, gradient in zip(self.results, leaving, strict=True):

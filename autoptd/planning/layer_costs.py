@@ -149,9 +149,7 @@ class LayerCosts:
         pipeline = Pipeline(self._item_times(mesh), schedule, mesh.pipeline, count, chunks)
         return choose_cut(pipeline, None).cut.positions
 
-    def memory(
-        self, in_flight: Sequence[Sequence[int]], states: States, reserved: Sequence[int], limit: int
-    ) -> Memory:
+    def memory(self, in_flight: Sequence[Sequence[int]], states: States, reserved: Sequence[int], limit: int) -> Memory:
         """Return the memory of the items, in stages with `in_flight` microbatches."""
         once = dict(zip(self._source.tolist(), self._names, strict=True))
         sizes = {i: states.held(self._own(own)) for i, own in once.items()}
@@ -180,9 +178,7 @@ class LayerCosts:
         works = enumerate(self._sum(start, end) for start, end in pairwise(cut))
         return manifest, tuple(time_stage(manifest, i, work, self._durations) for i, work in works)
 
-    def _manifest(
-        self, mesh: Mesh, chunks: int, scatter_gather: bool, stages: tuple[StageInterface, ...]
-    ) -> Manifest:
+    def _manifest(self, mesh: Mesh, chunks: int, scatter_gather: bool, stages: tuple[StageInterface, ...]) -> Manifest:
         program = self._program
         return Manifest(
             mesh=mesh,

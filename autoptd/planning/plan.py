@@ -92,9 +92,7 @@ def explain_rank(plan: Plan, ranked: Sequence[Plan]) -> str:
     if plan is best:
         parts = sorted(plan.breakdown.items(), key=lambda part: -part[1])
         spent = ", ".join(f"{name} {seconds / plan.step_seconds:.0%}" for name, seconds in parts[:3])
-        lead = (
-            f", {ranked[1].step_seconds / plan.step_seconds - 1:.1%} ahead of the next" if ranked[1:] else ""
-        )
+        lead = f", {ranked[1].step_seconds / plan.step_seconds - 1:.1%} ahead of the next" if ranked[1:] else ""
         return f"the fastest that fits{lead}: {spent}"
     slower = plan.step_seconds - best.step_seconds
     losses = {name: seconds - best.breakdown.get(name, 0.0) for name, seconds in plan.breakdown.items()}

@@ -88,13 +88,9 @@ def plan(
     check_modes(schedule="1f1b" if schedule is None else schedule, layout=layout)
     check_flags(fuse=fuse, scatter_gather=scatter_gather)
     if recompute not in (None, *RECOMPUTE):
-        raise ValueError(
-            f"recompute={recompute!r}: expected {', '.join(map(repr, RECOMPUTE))}, or None for any"
-        )
+        raise ValueError(f"recompute={recompute!r}: expected {', '.join(map(repr, RECOMPUTE))}, or None for any")
     check_counts(world_size=world_size, global_batch=global_batch)
-    check_free_counts(
-        max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks
-    )
+    check_free_counts(max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks)
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn}
     options = Options(fuse=fuse, layout=layout, rules=rules, device=device)

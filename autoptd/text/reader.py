@@ -19,9 +19,7 @@ from autoptd.runtime.program.program_text import ProgramText, read_program
 from autoptd.text.recorder import META, Recorder, Targets
 
 
-def trace_program(
-    texts: Sequence[str], manifest: Manifest, *, buffers: Mapping[str, Tensor] | None = None
-) -> Program:
+def trace_program(texts: Sequence[str], manifest: Manifest, *, buffers: Mapping[str, Tensor] | None = None) -> Program:
     """Rebuild the cut program from its `texts`, one per pipeline rank, with meta tensors as values.
 
     This runs the texts' code. ``constants(p)`` may read `buffers` besides the manifest's own. The ``line`` of a node is

@@ -23,9 +23,7 @@ from autoptd.text.comments import Headings, write_bytes, write_value_shape
 from autoptd.text.expressions import Names, quote, write_value
 from autoptd.text.statements import WIDTH, align, write_body, write_calls, write_comment, write_heading
 
-ADVICE = (
-    "This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it."
-)
+ADVICE = "This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it."
 
 
 def emit_texts(

@@ -72,9 +72,7 @@ def verify_program(
     the batch has a number for which the model or a text has no row.
     """
     if dtype not in ("float64", "model"):
-        raise ValueError(
-            f"dtype is {dtype!r}; expected 'float64', or 'model' for those that the model trains in"
-        )
+        raise ValueError(f"dtype is {dtype!r}; expected 'float64', or 'model' for those that the model trains in")
     check_parameters(manifest, model)
     check_memory(manifest)
     start = time.perf_counter()
@@ -189,8 +187,7 @@ def widen(manifest: Manifest) -> Manifest:
         inputs=wide(manifest.inputs),
         parameters=dict(zip(manifest.parameters, wide(manifest.parameters.values()), strict=True)),
         stages=tuple(
-            replace(s, receives=wide(s.receives), sends=wide(s.sends), outputs=wide(s.outputs))
-            for s in manifest.stages
+            replace(s, receives=wide(s.receives), sends=wide(s.sends), outputs=wide(s.outputs)) for s in manifest.stages
         ),
     )
 

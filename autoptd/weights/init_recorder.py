@@ -180,9 +180,7 @@ class Writes(TorchDispatchMode):
 
         def truncate(tensor: Tensor, mean: float, std: float, a: float, b: float, **options: Any) -> Tensor:
             share = (erf((b - mean) / std / sqrt(2)) - erf((a - mean) / std / sqrt(2))) / 2
-            self._write(
-                "trunc_normal_", tensor, [Draw("truncated_normal", mean=mean, std=std, low=a, high=b)], {}
-            )
+            self._write("trunc_normal_", tensor, [Draw("truncated_normal", mean=mean, std=std, low=a, high=b)], {})
             if (content := self._find(tensor)) is not None and share < SMALLEST_SHARE:
                 content.problem = f"{_place('trunc_normal_')} keeps {share:.1%} of a normal distribution"
                 return tensor

@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from autoptd.runtime.checkpoint.pretrained import INDEX, SHARD, WHOLE
 from autoptd.runtime.weights.file_tensor import DTYPES, FileTensor
-from autoptd.runtime.weights.pretrained import INDEX, SHARD, WHOLE
 
 
 class SafetensorsFolder(Mapping[str, Tensor]):

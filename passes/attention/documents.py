@@ -114,17 +114,11 @@ class _Reader:
         laid = [(*places.shape[-2:],), (*others.shape[-2:],)]
         ways = {"query": [(self.length, 1), (1, self.length)], "key": [(1, self.length), (self.length, 1)]}
         fits = whole and laid in [ways[side] for side in ways if first in ("", side)]
-        return (
-            ("ordered" if first else "same", numbers)
-            if fits and _rows(node)[:-2] in ([], [self.batch])
-            else None
-        )
+        return ("ordered" if first else "same", numbers) if fits and _rows(node)[:-2] in ([], [self.batch]) else None
 
     def _lay(self, node: Any) -> tuple[fx.Node | None, Any]:
         """Return the tensor whose elements a value has, and their places in it; None for another value."""
-        moved = isinstance(node, fx.Node) and (
-            has_trait(node, Trait.VIEWS) or node.target is aten.index.Tensor
-        )
+        moved = isinstance(node, fx.Node) and (has_trait(node, Trait.VIEWS) or node.target is aten.index.Tensor)
         numbers, places = self._lay(node.args[0]) if moved else (None, None)
         if numbers is None:
             shape = shape_of(node) if isinstance(node, fx.Node) else ()

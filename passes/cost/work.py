@@ -30,9 +30,7 @@ def forward_work(node: fx.Node, sizes: Sizes = local_sizes) -> Work:
     return _in_half((rules_of(node).work or quantities.compute)(node, Value(sizes)), node)
 
 
-def backward_work(
-    node: fx.Node, trained: Container[fx.Node] | None = None, sizes: Sizes = local_sizes
-) -> Work:
+def backward_work(node: fx.Node, trained: Container[fx.Node] | None = None, sizes: Sizes = local_sizes) -> Work:
     """Return the work of the backward of one node: gradients of its arguments from those of its results.
 
     Included is that the gradients of a value with several readers are summed, and that a parameter's gradient is

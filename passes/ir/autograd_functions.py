@@ -83,9 +83,7 @@ class _Given:
     dtype: torch.dtype
 
 
-def find_operations(
-    function: AutogradFunction, args: Iterable[Any], scale: int = 1
-) -> tuple[list[Operation], bool]:
+def find_operations(function: AutogradFunction, args: Iterable[Any], scale: int = 1) -> tuple[list[Operation], bool]:
     """Return the operations of forward and backward of a call with nodes among `args`, of sizes times `scale`.
 
     And whether these are all: a backward may need data.
@@ -122,9 +120,7 @@ def is_elementwise(node: fx.Node) -> bool:
         shapes = torch.broadcast_shapes(*map(shape_of, node.all_input_nodes[1:]))
     except Exception:  # of shapes that do not fit together, or of the user's own code for these alone
         return False
-    taken = (
-        [(x.operator, () if x.operator._opname in _LOOKS else x.numbers) for x in own] for own, _ in runs
-    )
+    taken = ([(x.operator, () if x.operator._opname in _LOOKS else x.numbers) for x in own] for own, _ in runs)
     same = isinstance(value, Tensor) and value.shape == shapes and next(taken) == next(taken)
     return same and all(x.elementwise for x in runs[0][0]) and all(known for _, known in runs)
 

@@ -59,9 +59,7 @@ class Program:
     rules: Mapping[str, str] = field(default_factory=dict)
     device: str = "cpu"
 
-    def replace_stages(
-        self, stages: tuple[Stage, ...], entry: str, *, proved: frozenset[str] = frozenset()
-    ) -> Program:
+    def replace_stages(self, stages: tuple[Stage, ...], entry: str, *, proved: frozenset[str] = frozenset()) -> Program:
         """Return the program with other stages, one more log line, and the buffers that these were `proved` of."""
         return replace(self, stages=stages, log=(*self.log, entry), proved=self.proved | proved)
 

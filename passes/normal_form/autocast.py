@@ -66,9 +66,7 @@ def cast_arguments(state: Autocast, call: Call) -> Call:
     return replace(call, args=fx.map_arg(call.args, read), kwargs=fx.map_arg(call.kwargs, read))
 
 
-def _choose_dtype(
-    policy: Policy, state: Autocast, node: fx.Node, dtypes: Set[torch.dtype]
-) -> torch.dtype | None:
+def _choose_dtype(policy: Policy, state: Autocast, node: fx.Node, dtypes: Set[torch.dtype]) -> torch.dtype | None:
     """Return the dtype that a call casts arguments of these `dtypes` to; None: it casts none."""
     if policy == "refused":
         raise ValueError(

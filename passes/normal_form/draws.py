@@ -45,9 +45,7 @@ _DISTRIBUTIONS: Mapping[str, Callable[[Apply, Any, Given], Any]] = {
     **dict.fromkeys(("uniform", "rand", "rand_like"), _uniform),
     **dict.fromkeys(("normal", "randn", "randn_like"), _normal),
     **dict.fromkeys(("randint", "randint_like"), _integers),
-    "exponential": lambda apply, u, given: _stretch(
-        apply, apply(aten.log.default, u), -1 / given["lambd"], 0
-    ),
+    "exponential": lambda apply, u, given: _stretch(apply, apply(aten.log.default, u), -1 / given["lambd"], 0),
     "bernoulli": _bernoulli,
 }
 

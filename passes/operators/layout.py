@@ -106,9 +106,7 @@ class LayoutWriter:
     def _order(self, axes: ax.Axes, transposed: bool) -> DimOrder:
         shape = tuple(axis.size for axis in axes)
         factors = [ax.factors(axis) or [ax.find(axis)] for axis in axes]
-        runs = [
-            [(name, prod(f.size for f in run)) for name, run in groupby(own, self._name)] for own in factors
-        ]
+        runs = [[(name, prod(f.size for f in run)) for name, run in groupby(own, self._name)] for own in factors]
         words = ["".join(name for name, _ in run) for run in runs]
         at = next((at for at, word in enumerate(words) if word[0] == "b"), len(words))
         merged = any(word.startswith("bs") for word in words[at : at + 1])

@@ -284,9 +284,7 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
         sample: int | None = [f.size for f in flat].index(1)
     else:
         sample = next((i for i, f in enumerate(flat) if f in localizer.batch), None)
-    counted = node not in localizer.axis_map.learned and any(
-        f.size == b.size for f in flat for b in localizer.batch
-    )
+    counted = node not in localizer.axis_map.learned and any(f.size == b.size for f in flat for b in localizer.batch)
     if sample is None and (reads_batch or counted):
         raise ValueError(
             f"the draw at {where(node)} is over {list(shape_of(node))}, in which the batch is no dimension of its own: "

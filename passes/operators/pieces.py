@@ -219,9 +219,7 @@ def _getitem_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 
 _SAFE = Trait.PADDING_SAFE
-_SLICE = replace(
-    PART, axes=_cut_axes, local=_slice_local, placed=_cut_placed, order=resize_order(1), traits=_SAFE
-)
+_SLICE = replace(PART, axes=_cut_axes, local=_slice_local, placed=_cut_placed, order=resize_order(1), traits=_SAFE)
 _SPLIT = replace(_SLICE, local=_split_local, order=resize_order(2))
 _JOIN = OperatorRules(axes=_join_axes, order=_join_order, keeps="nothing", traits=_SAFE | Trait.LINEAR)
 

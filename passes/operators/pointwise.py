@@ -113,9 +113,7 @@ _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=lambda *_: p
 _FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=_SAFE | Trait.FILLS)
 
 AUTOGRAD_FUNCTION = replace(UNFAMILIAR, axes=_function_axes, traits=Trait.OWN_BACKWARD)
-ELEMENTWISE_FUNCTION = replace(
-    AUTOGRAD_FUNCTION, axes=broadcast, placed=proof.elementwise, order=elementwise_order
-)
+ELEMENTWISE_FUNCTION = replace(AUTOGRAD_FUNCTION, axes=broadcast, placed=proof.elementwise, order=elementwise_order)
 
 RULES: Mapping[Any, OperatorRules] = {
     **{getattr(aten, name): POINTWISE for name in _OTHERS},

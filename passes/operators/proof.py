@@ -60,9 +60,7 @@ def describe_runs(placement: AxisPlacement) -> tuple[tuple[int, int, bool], ...]
     """Return how the rows lie in memory: (repeats, rows of one run, divided), neighbours of one length joined."""
     runs = groupby(placement.segments, lambda part: part.size * part.inner if part.divided else 0)
     return tuple(
-        (sum(part.outer for part in parts), run, True)
-        if run
-        else (1, sum(part.rows for part in parts), False)
+        (sum(part.outer for part in parts), run, True) if run else (1, sum(part.rows for part in parts), False)
         for run, parts in runs
     )
 

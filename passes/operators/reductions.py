@@ -100,9 +100,7 @@ def _moved_dims(node: fx.Node, rank: int) -> Iterable[int]:
     return argument(node, 1 + ("roll" in str(node.target)), "dims") or range(rank)
 
 
-_REDUCTION = OperatorRules(
-    axes=mapped_axes("reduces over it"), placed=over_placed(reduced_dims), order=drop_order
-)
+_REDUCTION = OperatorRules(axes=mapped_axes("reduces over it"), placed=over_placed(reduced_dims), order=drop_order)
 _SUM = replace(
     _REDUCTION,
     axes=mapped_axes("sums over it", _contract_sum),
@@ -116,9 +114,7 @@ _NORM = _over(_normalized_dims, "normalises over it", order=rows_order, copies=c
 
 RULES: Mapping[Any, OperatorRules] = {
     aten.sum: _SUM,
-    aten.mean: replace(
-        _SUM, axes=mapped_axes("reduces over it", _contract_sum), placed=over_placed(reduced_dims)
-    ),
+    aten.mean: replace(_SUM, axes=mapped_axes("reduces over it", _contract_sum), placed=over_placed(reduced_dims)),
     **dict.fromkeys((aten.amax, aten.amin, aten.any, aten.all), _REDUCTION),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), _REDUCTION),
     aten.min: replace(_REDUCTION, order=None),

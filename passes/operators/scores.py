@@ -235,9 +235,7 @@ RULES: Mapping[Any, OperatorRules] = {
     aten._log_softmax: _LOGARITHM,
     aten.logsumexp: replace(_REDUCED, local=if_divided(_logsumexp_local), order=drop_order, traits=_CLASSES),
     **dict.fromkeys((aten.max, aten.argmax), replace(_REDUCED, local=if_divided(_maximum_local))),
-    aten.gather: OperatorRules(
-        axes=_gather_axes, local=if_divided(_gather_local), order=_gather_order, traits=_ROWS
-    ),
+    aten.gather: OperatorRules(axes=_gather_axes, local=if_divided(_gather_local), order=_gather_order, traits=_ROWS),
     aten.cross_entropy_loss: replace(_LOSS, placed=_whole_placed, work=_whole_loss, backward=_whole_loss),
     **dict.fromkeys((aten.nll_loss, aten.nll_loss_nd), _LOSS),
     kernels.cross_entropy: _kernel("aten.cross_entropy_loss", 3, 1),

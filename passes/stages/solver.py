@@ -154,9 +154,7 @@ def _lower_bound(sequence: CostSequence, slowest_stage: int) -> int:
     return max(share, slowest_stage + (chunks - 1) * int(np.diff(work).min()))
 
 
-def _improve(
-    sequence: CostSequence, start: Ints, ceiling: int, bound: int, effort: float
-) -> tuple[Ints, int, str]:
+def _improve(sequence: CostSequence, start: Ints, ceiling: int, bound: int, effort: float) -> tuple[Ints, int, str]:
     """Improve a cut for several chunks a rank; return it, its lower bound and the method."""
     whole = sequence.num_stages * len(sequence.places) <= WHOLE
     kept = np.arange(len(sequence.places)) if whole else cost_sequence.undominated(sequence, start)

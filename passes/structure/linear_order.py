@@ -107,9 +107,7 @@ class Row:
         working = max((count_bytes(ledger.saved(group)) for group in ledger.groups), default=0)
         return RowBytes(static, [kept[node] for node in items], working)
 
-    def build_graph(
-        self, items: Nodes, receives: Nodes, sends: Nodes | None, outputs: Nodes = ()
-    ) -> fx.Graph:
+    def build_graph(self, items: Nodes, receives: Nodes, sends: Nodes | None, outputs: Nodes = ()) -> fx.Graph:
         """Return the graph of one stage: the values that it `receives`, the batch inputs that it reads, its `items`,
         and the replicable nodes that these and its own `outputs` need."""
         needed = self.needed((*items, *outputs))

@@ -282,6 +282,4 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
     for axis, padding in divided.items():
         if padding:
             lines[f"an axis of {axis.size} padded by {padding} in memory"].append(f"tensor={axis_map.tensor}")
-    return [
-        f"{what}: {place}" + f" and {len(more)} more" * bool(more) for what, (place, *more) in lines.items()
-    ]
+    return [f"{what}: {place}" + f" and {len(more)} more" * bool(more) for what, (place, *more) in lines.items()]

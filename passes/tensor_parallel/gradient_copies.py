@@ -128,9 +128,7 @@ class _Region:
                 bound.add(node)
         return calls - bound
 
-    def cut(
-        self, component: list[fx.Node], stream: Collection[fx.Node] = ()
-    ) -> tuple[list[fx.Node], set[fx.Node]]:
+    def cut(self, component: list[fx.Node], stream: Collection[fx.Node] = ()) -> tuple[list[fx.Node], set[fx.Node]]:
         """Return the cheapest members that separate whole gradients from divided readers, and those with whole ones.
 
         The `stream` is to do so.

@@ -61,9 +61,7 @@ class DimensionSymbols:
             return self._find(value, (node, *near))
         axes = self.axes.get(final_name(node), ())
         if len(axes) == len(value):
-            return tuple(
-                self._express(own, v.shape, self.divided, {}) for own, v in zip(axes, value, strict=True)
-            )
+            return tuple(self._express(own, v.shape, self.divided, {}) for own, v in zip(axes, value, strict=True))
         parts = {user.args[1]: user for user in node.users if user.target is getitem}
         return tuple(self._find(v, (parts.get(i, node), *near)) for i, v in enumerate(value))
 

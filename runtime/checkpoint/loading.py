@@ -123,9 +123,7 @@ def _check_model(training: Training, record: Record, place: str) -> None:
             listed = f"{len(names)} tensors: {', '.join(sorted(names)[:5])}"
             raise CheckpointError(f"{place} is of another model: {what} lacks {listed}")
     if dict(record.aliases) != dict(manifest.aliases):
-        raise CheckpointError(
-            f"{place} is of another model: it ties {record.aliases}, not {manifest.aliases}"
-        )
+        raise CheckpointError(f"{place} is of another model: it ties {record.aliases}, not {manifest.aliases}")
     dtypes = training.dtypes
     for name, parameter in own.items():
         stored, here = record.tensors[name], dtypes.get(name)
@@ -183,9 +181,7 @@ def _match_schedulers(training: Training, record: Record, place: str) -> dict[st
     return states
 
 
-def _assemble(
-    training: Training, record: Record, folder: Path, wanted: Mapping[Key, torch.dtype]
-) -> dict[Key, Tensor]:
+def _assemble(training: Training, record: Record, folder: Path, wanted: Mapping[Key, torch.dtype]) -> dict[Key, Tensor]:
     """Return this rank's parts of the `wanted` tensors: zeros for padding, every other element from a piece."""
     names, flats = {name for name, _ in wanted}, training.flats
     pieces: dict[Key, list[Piece]] = {}

@@ -177,9 +177,7 @@ def read_rank_record(folder: Path, rank: int, digest: str | None = None) -> Rank
     for piece in (piece for file in found.files for piece in file.pieces):
         offsets, sizes = piece.region.offsets, piece.region.sizes
         if len(offsets) != len(sizes) or min((*offsets, *sizes), default=0) < 0:
-            raise CheckpointError(
-                f"{path}: {piece.name} has a piece at {offsets} of {sizes}, which is no region"
-            )
+            raise CheckpointError(f"{path}: {piece.name} has a piece at {offsets} of {sizes}, which is no region")
     return found
 
 

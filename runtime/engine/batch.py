@@ -187,9 +187,7 @@ def find_unknown(expected: Input, values: Tensor) -> Tensor:
     return ((values < 0) | (values >= expected.rows)) & (values != expected.exempt)
 
 
-def split_batch(
-    manifest: Manifest, batch: Mapping[str, Tensor], names: Sequence[str]
-) -> list[tuple[Tensor, ...]]:
+def split_batch(manifest: Manifest, batch: Mapping[str, Tensor], names: Sequence[str]) -> list[tuple[Tensor, ...]]:
     """Return the inputs `names` of each microbatch, in order; contiguous, as they were captured."""
     columns = []
     for name in names:

@@ -217,9 +217,7 @@ class Executor:
             )
         return partial(run, action.microbatch)
 
-    def renew_leaves(
-        self, tensors: Slices, narrow: Slices, trained: frozenset[str] | None, sums: GradientSums
-    ) -> None:
+    def renew_leaves(self, tensors: Slices, narrow: Slices, trained: frozenset[str] | None, sums: GradientSums) -> None:
         """Let leaves be in the memory of `tensors`, or of `narrow` ones instead; those of `trained` add to `sums`.
 
         They are made anew for one reason: `tensors` or `trained` is another object. A stage has leaves of its own: a

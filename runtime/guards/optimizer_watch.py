@@ -67,9 +67,7 @@ class StateMarks:
         self.marked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.whole_steps = 0  # that run now, one inside of the other
 
-    def hold(
-        self, parameters: Mapping[str, Tensor], shards: Sequence[FlatShard], whole: Mapping[str, bool]
-    ) -> None:
+    def hold(self, parameters: Mapping[str, Tensor], shards: Sequence[FlatShard], whole: Mapping[str, bool]) -> None:
         """Take `parameters` and `shards` as the tensors that optimizers step; they live until the next call.
 
         Of those in `whole` this rank steps all, or nothing.

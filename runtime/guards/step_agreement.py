@@ -104,9 +104,7 @@ def compare_shapes(manifests: Sequence[Manifest], connection: Connection, own: i
     )
 
 
-def compare_shards(
-    manifest: Manifest, connection: Connection, rows: Iterable[Names], buckets: Iterable[Names]
-) -> None:
+def compare_shards(manifest: Manifest, connection: Connection, rows: Iterable[Names], buckets: Iterable[Names]) -> None:
     """Raise ValueError unless the ranks that add up a parameter's gradients step it in the same one of their `buckets`.
 
     Replicas, and the owners of a tied parameter, add up the gradients of a bucket in a row, bucket by bucket for what

@@ -69,9 +69,7 @@ class Position:
     `peers` are the slots of other ranks.
     """
 
-    def __init__(
-        self, slots: memoryview | None = None, peers: Mapping[int, memoryview] | None = None
-    ) -> None:
+    def __init__(self, slots: memoryview | None = None, peers: Mapping[int, memoryview] | None = None) -> None:
         self.slots = memoryview(array("q", [0] * SLOTS)) if slots is None else slots
         self._peers = peers or {}
 

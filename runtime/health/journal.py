@@ -18,9 +18,7 @@ CALLS = ("all_reduce", "all_gather", "broadcast", "post_all_reduce", "post_reduc
 class TracedPosition(Position):
     """A position that writes its changes to ``rank_00003.jsonl`` in a folder, each line as soon as there is one."""
 
-    def __init__(
-        self, slots: memoryview | None, peers: Mapping[int, memoryview], folder: Path, rank: int
-    ) -> None:
+    def __init__(self, slots: memoryview | None, peers: Mapping[int, memoryview], folder: Path, rank: int) -> None:
         super().__init__(slots, peers)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"rank_{rank:05d}.jsonl").open("a", buffering=1)

@@ -188,9 +188,7 @@ class Watchdog:
             if self._printed:
                 return
             self._printed = True
-        about = (
-            f"rank {failure.rank} failed first, in {failure.place}: {failure.reason}; see {self._record.path}"
-        )
+        about = f"rank {failure.rank} failed first, in {failure.place}: {failure.reason}; see {self._record.path}"
         print(f"autoptd: rank {self._local.rank} stopped in {own}: {about}", file=sys.stderr, flush=True)
         process = self._local.processes.get(failure.rank, -1)
         if process >= 0:  # so that the launcher names it: it names the first process to end

@@ -39,9 +39,7 @@ def activate_linear(
     return bias_gelu(linear(x, weight), bias, approximate)
 
 
-def bias_gelu(
-    x: Tensor, bias: Tensor, approximate: Gelu = "none", coefficient: float = SQRT_2_OVER_PI
-) -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor, approximate: Gelu = "none", coefficient: float = SQRT_2_OVER_PI) -> Tensor:
     """Compute ``gelu(x + bias)``; `x` is [..., h], `bias` [h]. By tanh, `coefficient` is sqrt(2 / pi), rounded or not.
 
     Dtypes are promoted as by ``+``, and half precision is summed in float32 for the bias's gradient.
@@ -119,9 +117,7 @@ def _activate(x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVE
     return out
 
 
-def _differentiate(
-    gradient: Tensor, x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVER_PI
-) -> Tensor:
+def _differentiate(gradient: Tensor, x: Tensor, kind: str, out: Tensor, coefficient: float = SQRT_2_OVER_PI) -> Tensor:
     """Return `gradient` times the activation's slope at `x`."""
     if kind == "silu":
         torch.ops.aten.silu_backward.grad_input(gradient, x, grad_input=out)

@@ -13,9 +13,7 @@ from autoptd.runtime.kernels.operands import HALF, check_operands
 _FLASH_SIZE = 256  # the largest head that torch's flash attention takes
 
 
-def grouped_attention(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
-) -> Tensor:
+def grouped_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
     """Compute attention of `q` [b, a, s, d] with `k` and `v` [b, g, s, d]: query head i sees head i // (a / g).
 
     On a GPU only flash attention, in half precision, takes fewer heads: there the others are repeated first, where
@@ -38,9 +36,7 @@ def _check(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor, scale: float | None = None
-) -> Tensor:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, scale: float | None = None) -> Tensor:
     """Compute causal attention inside of documents: a query sees keys up to its own, of its number in `documents`.
 
     `q` is [b, a, s, d], `k` and `v` [b, g, s, d], `documents` [b, s], [1, s] or [s]. Where each number of a sample

@@ -28,9 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Operand = None, transposed: bool = F
     return multiply(None, Linear(transposed), x, [weight], [bias])[0]
 
 
-def add_linear(
-    total: Tensor, x: Tensor, weight: Tensor, scale: float = 1.0, transposed: bool = False
-) -> Tensor:
+def add_linear(total: Tensor, x: Tensor, weight: Tensor, scale: float = 1.0, transposed: bool = False) -> Tensor:
     """Compute ``total + scale * linear(x, weight)`` as one product that adds to what it reads; `weight` as `linear`'s.
 
     A low-rank update of another product (LoRA) then costs one pass over the result.
@@ -158,9 +156,7 @@ class _Products(torch.autograd.Function):
     """The products as one node that saves x once, and the weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rank: Rank | None, product: Linear, x: Tensor, *parameters: Any
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rank: Rank | None, product: Linear, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
         ctx.rank, ctx.product, ctx.shape = rank, product, x.shape

@@ -32,9 +32,7 @@ def dequantize(packed: Tensor, absmax: Tensor, table: Tensor, dtype: torch.dtype
 
 
 @define_operator("quantized_linear", lambda x, packed, *_: x.new_empty((*x.shape[:-1], len(packed))))
-def _quantized_linear(
-    x: Tensor, packed: Tensor, absmax: Tensor, table: Tensor, stored: torch.dtype | None
-) -> Tensor:
+def _quantized_linear(x: Tensor, packed: Tensor, absmax: Tensor, table: Tensor, stored: torch.dtype | None) -> Tensor:
     return functional.linear(x, dequantize(packed, absmax, table, x.dtype))
 
 

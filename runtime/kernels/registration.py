@@ -56,9 +56,7 @@ class Operator(Generic[Result]):
             setup_context(ctx, arguments, output)
             return output
 
-        torch.library.register_autograd(
-            f"autoptd::{self.name}", backward, setup_context=setup_context, lib=LIBRARY
-        )
+        torch.library.register_autograd(f"autoptd::{self.name}", backward, setup_context=setup_context, lib=LIBRARY)
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         node = type(self.name, (torch.autograd.Function,), methods)
         # Function's own looks at each argument once more, for functorch.

@@ -34,9 +34,7 @@ class BoundWeights:
 
     leaves: dict[str | int, nn.Parameter]
 
-    def __init__(
-        self, module: nn.Module, connection: Connection, shapes: Sequence[Executor], narrow: Slices
-    ) -> None:
+    def __init__(self, module: nn.Module, connection: Connection, shapes: Sequence[Executor], narrow: Slices) -> None:
         self.manifest = shapes[0].manifest
         self.connection = connection
         self.shapes = shapes
@@ -180,9 +178,7 @@ class BoundWeights:
         if rebound := self._find_rebound():
             self.watch.check_bound(parameters)
             # Copies, all before the first write: two parameters may have been given each other's memory.
-            values = [
-                {name: parameters[name].detach().clone() for name in names} for names in rebound.values()
-            ]
+            values = [{name: parameters[name].detach().clone() for name in names} for names in rebound.values()]
             for shard, own in zip(rebound, values, strict=True):
                 shard.bind_again(parameters, own)
         # Values show writes that versions do not count.

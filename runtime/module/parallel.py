@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only  # private, with no public twin
 
 from autoptd.runtime.checkpoint.loading import load_step
 from autoptd.runtime.checkpoint.optimizer_state import NamedOptimizer
+from autoptd.runtime.checkpoint.pretrained import write_pretrained
 from autoptd.runtime.checkpoint.saving import Saving, Training
 from autoptd.runtime.checkpoint.schedulers import Schedulers, name_schedulers
 from autoptd.runtime.comm.connection import Connection
@@ -31,7 +32,6 @@ from autoptd.runtime.optimizer.zero1 import OptimizerT
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates
 from autoptd.runtime.user_warnings import warn_caller
-from autoptd.runtime.weights.pretrained import write_pretrained
 from autoptd.runtime.weights.slices import check_proof, gather_whole, load_whole, register_slices, take_slices
 from autoptd.runtime.weights.submodules import UNREAD, BoundModule
 
@@ -132,9 +132,7 @@ class Parallel(BoundModule):
         optimizer.zero_grad()
         return loss.detach()
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradient of the whole model, over all ranks, to `max_norm`; return its norm before.
 
         Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``. ValueError for a
@@ -236,9 +234,7 @@ class Parallel(BoundModule):
         self._weights.await_gathers()
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Take this rank's tensors under the user's names, as every module does. All ranks of a stage must call it.
 
         Raises ValueError for other values of a buffer that were compiled into the program.

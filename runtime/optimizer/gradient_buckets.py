@@ -42,9 +42,7 @@ def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor
     return rank.group("pipeline").broadcast(pair, rank.group("pipeline").size - 1)
 
 
-def fill_buckets(
-    tensors: Mapping[K, Tensor], dtypes: Mapping[K, torch.dtype] | None = None
-) -> Iterator[list[K]]:
+def fill_buckets(tensors: Mapping[K, Tensor], dtypes: Mapping[K, torch.dtype] | None = None) -> Iterator[list[K]]:
     """Yield keys of `tensors` in runs of up to BUCKET_BYTES and of one dtype: their own, or another of `dtypes`."""
     dtypes = dtypes or {key: tensor.dtype for key, tensor in tensors.items()}
     for dtype in dict.fromkeys(map(dtypes.__getitem__, tensors)):

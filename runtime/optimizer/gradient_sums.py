@@ -66,9 +66,7 @@ class GradientSums:
     one with `leaves`.
     """
 
-    def __init__(
-        self, manifest: Manifest, connection: Connection, rows: Complete, shards: Sequence[FlatShard]
-    ) -> None:
+    def __init__(self, manifest: Manifest, connection: Connection, rows: Complete, shards: Sequence[FlatShard]) -> None:
         """Make them for parameters in `rows`, as `list_complete` says."""
         self._connection = connection
         self._complete = rows

@@ -20,9 +20,7 @@ class WholeParameters:
     the first. `taken` are those that such optimizers have: by name, whether this rank steps them.
     """
 
-    def __init__(
-        self, manifest: Manifest, connection: Connection, parameters: Mapping[str, nn.Parameter]
-    ) -> None:
+    def __init__(self, manifest: Manifest, connection: Connection, parameters: Mapping[str, nn.Parameter]) -> None:
         self._known, self._parameters = manifest.parameters, parameters
         self._tensor, self._data = map(connection.rank.group, ("tensor", "data"))
         self._here = self._data.index, self._tensor.index

@@ -67,8 +67,7 @@ NOTES = (
     "s tokens, b sequences, h hidden, a heads, t tensor ranks; 5 as²b are sbh * 5as/h.",
     "Of the paper's figure masks of dropout, a byte an element, are 2 sbh and as²b, which are drawn again here; the "
     "attention weights before and behind their dropout are 2 as²b each.",
-    "16 sb: mean and reciprocal deviation of two layer norms, 4 bytes each for each token, which the paper leaves "
-    "out.",
+    "16 sb: mean and reciprocal deviation of two layer norms, 4 bytes each for each token, which the paper leaves out.",
 )
 
 Terms = Mapping[str, float]
@@ -91,9 +90,7 @@ class Layer(nn.Module):
 
     def attend(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        q, k, v = (
-            y.view(b, s, self.heads, h // self.heads).transpose(1, 2) for y in self.qkv(x).split(h, dim=2)
-        )
+        q, k, v = (y.view(b, s, self.heads, h // self.heads).transpose(1, 2) for y in self.qkv(x).split(h, dim=2))
         scores = q @ k.transpose(2, 3) / math.sqrt(h // self.heads)
         weights = self.drop(scores.masked_fill(self.mask, -torch.inf).softmax(-1))
         out: Tensor = self.project((weights @ v).transpose(1, 2).reshape(b, s, h))
@@ -144,9 +141,7 @@ def make_batch(sizes: Sizes) -> dict[str, Tensor]:
 def compile_program(sizes: Sizes, recompute: str, tensor: int) -> autoptd.CompiledProgram:
     model = PaperGPT(sizes).to(torch.bfloat16)
     batch = make_batch(sizes)
-    return autoptd.compile(
-        model, (tensor, 1, 1), example_inputs=batch, num_microbatches=1, recompute=recompute
-    )
+    return autoptd.compile(model, (tensor, 1, 1), example_inputs=batch, num_microbatches=1, recompute=recompute)
 
 
 def measure(sizes: Sizes, recompute: str, tensor: int = 1) -> int:
@@ -160,9 +155,7 @@ def measure(sizes: Sizes, recompute: str, tensor: int = 1) -> int:
     def step(connection: Connection) -> int:
         constants = text.constants or (lambda p: {})
         manifest = program.manifest
-        parallel = Parallel(
-            connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights)
-        )
+        parallel = Parallel(connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights))
         held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **batch}
         # The weights in half precision that the stages compute with are held beside the float32 ones.
         narrow = {f"{name}, narrow": weight for name, weight in parallel._weights.narrow.items()}
@@ -209,9 +202,7 @@ def expect(recompute: str, tensor: int) -> Terms:
 
 def measure_layer(recompute: str, tensor: int) -> Terms:
     """What the third layer adds to two."""
-    return solve(
-        [measure(replace(z, layers=3), recompute, tensor) - measure(z, recompute, tensor) for z in SIZES]
-    )
+    return solve([measure(replace(z, layers=3), recompute, tensor) - measure(z, recompute, tensor) for z in SIZES])
 
 
 def list_operators() -> dict[str, Terms]:
@@ -233,9 +224,7 @@ def list_operators() -> dict[str, Terms]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the tables in samples/benchmarks/results")
     args = parser.parse_args()
     rows = []

@@ -84,9 +84,7 @@ def measure(parallel: Parallel, repetitions: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=300)
     parser.add_argument("--write", action="store_true", help="keep the table in samples/benchmarks/results")
     args = parser.parse_args()

@@ -25,9 +25,7 @@ MESH = (8, 64, 6)
 
 
 def make_model(layers: int) -> nn.Module:
-    config = GPT2Config(
-        n_layer=layers, n_embd=25600, n_head=160, vocab_size=51200, n_positions=2048, use_cache=False
-    )
+    config = GPT2Config(n_layer=layers, n_embd=25600, n_head=160, vocab_size=51200, n_positions=2048, use_cache=False)
     with torch.device("meta"):
         return GPT2LMHeadModel(config)
 
@@ -69,24 +67,14 @@ def measure(name: str, layers: int) -> None:
 
 
 def measure_apart(name: str, layers: int) -> dict[str, float]:
-    command = [
-        sys.executable,
-        "-m",
-        "samples.benchmarks.compile_time",
-        "--run",
-        name,
-        "--layers",
-        str(layers),
-    ]
+    command = [sys.executable, "-m", "samples.benchmarks.compile_time", "--run", name, "--layers", str(layers)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, float] = json.loads(output.splitlines()[-1])
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", choices=list(RUNS), help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3)
@@ -104,9 +92,7 @@ def main() -> None:
     for name, runs in measured.items():
         cpu = statistics.median(run["cpu"] for run in runs)
         wall, memory = min(run["wall"] for run in runs), max(run["memory"] for run in runs)
-        rows.append(
-            [name, f"{cpu:.1f}", f"{cpu / alone:.2f}", f"{wall:.1f}", f"{memory:.0f}", runs[0]["what"]]
-        )
+        rows.append([name, f"{cpu:.1f}", f"{cpu / alone:.2f}", f"{wall:.1f}", f"{memory:.0f}", runs[0]["what"]])
     parameters = measured["torch.export alone"][0]["parameters"]
     publish(
         "compile_time",

@@ -36,10 +36,7 @@ from samples.benchmarks.report import publish
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LANES = 32  # of a warp
-ISSUED, SPECIAL = (
-    4 * LANES,
-    16,
-)  # instructions of a lane that an SM begins a clock; of exp, 1 / x and the like
+ISSUED, SPECIAL = (4 * LANES, 16)  # instructions of a lane that an SM begins a clock; of exp, 1 / x and the like
 ENOUGH = 0.85  # of the memory's bandwidth
 # Of the instructions of a norm's backward, whose sums are to fill a processor's registers; the form that was found
 # fastest on an H100 had 7 % that save or restore one.
@@ -168,9 +165,7 @@ def compile_only(capability: int) -> Iterator[list[Compiled]]:
         yield found
 
 
-def compile_case(
-    case: Case, sizes: Sizes, dtype: torch.dtype, targets: Sequence[Target]
-) -> Iterator[list[str]]:
+def compile_case(case: Case, sizes: Sizes, dtype: torch.dtype, targets: Sequence[Target]) -> Iterator[list[str]]:
     """A row for each kernel of its forward and backward; the `targets` have the same capability."""
     rank = make_rank(torch.device("cpu"))
     operands = case.make(sizes, Maker(dtype, rank.device))
@@ -186,9 +181,7 @@ def compile_case(
 
 def describe(name: str, kernel: Compiled, moved: float, targets: Sequence[Target]) -> list[str]:
     """A row, with how many times what memory gives, of `moved` bytes an element, the instructions have time for."""
-    shares = [
-        target.processors * target.clock / kernel.clocks * moved / target.bandwidth for target in targets
-    ]
+    shares = [target.processors * target.clock / kernel.clocks * moved / target.bandwidth for target in targets]
     may_spill = SPILLED * kernel.instructions if "norm" in name and name.endswith("backward") else 0
     return [
         name,
@@ -198,8 +191,7 @@ def describe(name: str, kernel: Compiled, moved: float, targets: Sequence[Target
         f"{kernel.wide} of {kernel.accesses}",
         f"{kernel.instructions / kernel.elements:.0f}",
         ", ".join(
-            mark(f"{target.name} {share:.1f}", share < ENOUGH)
-            for target, share in zip(targets, shares, strict=True)
+            mark(f"{target.name} {share:.1f}", share < ENOUGH) for target, share in zip(targets, shares, strict=True)
         ),
     ]
 

@@ -32,9 +32,7 @@ from samples.benchmarks.report import publish
 from samples.benchmarks.uniform_cut import uniform_positions
 
 TOKENS, RANKS = 1024, (2, 4, 8)
-LONG_EFFORT = (
-    8.0  # deterministic seconds of CP-SAT for the lightest rank, twenty times what the compiler gives
-)
+LONG_EFFORT = 8.0  # deterministic seconds of CP-SAT for the lightest rank, twenty times what the compiler gives
 COLUMNS = (
     *("model", "p x v", "cut, s (CPU)"),
     *("slowest rank: by layers", "even stages", "ours", "lightest"),
@@ -87,11 +85,7 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
     choice = choose_cut(cuts.pipeline, None)
     uniform = uniform_positions(cuts.row, stages)
     even = cut_sequence(
-        cuts.times.costs,
-        cuts.times.boundary_costs,
-        num_stages=stages,
-        num_pipeline_ranks=row.pipeline,
-        effort=0.0,
+        cuts.times.costs, cuts.times.boundary_costs, num_stages=stages, num_pipeline_ranks=row.pipeline, effort=0.0
     ).positions
     lightest = cut_sequence(
         cuts.times.costs, cuts.times.boundary_costs, num_stages=stages, num_pipeline_ranks=row.pipeline,

@@ -117,9 +117,7 @@ def measure(case: Case, parts: int, steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only", help="the model of this name")
     parser.add_argument("--steps", type=int, default=7)

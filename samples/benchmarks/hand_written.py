@@ -68,9 +68,7 @@ class Stage(nn.Module):
 def attend_own_heads(attention: SelfAttention, x: Tensor) -> Tensor:
     """The forward of `attention` with this rank's heads, whose q, k and v lie together in the packed weight."""
     b, s, h = x.shape
-    q, k, v = (
-        y.view(b, s, -1, h // attention.n_head).transpose(1, 2) for y in attention.c_attn(x).chunk(3, dim=2)
-    )
+    q, k, v = (y.view(b, s, -1, h // attention.n_head).transpose(1, 2) for y in attention.c_attn(x).chunk(3, dim=2))
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     out: Tensor = attention.c_proj(y.transpose(1, 2).contiguous().view(b, s, -1))
     return out
@@ -149,11 +147,7 @@ class HandWritten:
         if pipeline > 1:
             stages = [
                 PipelineStage(
-                    module,
-                    own + i * pipeline,
-                    num_stages,
-                    torch.device("cpu"),
-                    group=self._pipeline.get_group(),
+                    module, own + i * pipeline, num_stages, torch.device("cpu"), group=self._pipeline.get_group()
                 )
                 for i, module in enumerate(modules)
             ]

@@ -89,9 +89,7 @@ def row(case: Case, predicted: list[autoptd.Simulation], measured: list[float]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mesh", action="append", help="tensor,pipeline,data; may be given several times")
@@ -113,13 +111,7 @@ def main() -> None:
     publish(
         "honesty",
         "A step predicted after `autoptd calibrate`, and measured",
-        [
-            "mesh (tensor, pipeline, data)",
-            "predicted ms",
-            "measured ms",
-            "ratio",
-            "predicted parts",
-        ],
+        ["mesh (tensor, pipeline, data)", "predicted ms", "measured ms", "ratio", "predicted parts"],
         [row(case, predict_steps(case, machines), measured[case]) for case in cases],
         [
             f"{machines[0].name}, at most one process on each",

@@ -44,9 +44,7 @@ def run_forward(chain: Chain, rank: Rank, p: float, operands: Sequence[Tensor]) 
     return list(results) if isinstance(results, tuple) else [results]
 
 
-def run_backward(
-    results: Sequence[Tensor], operands: Sequence[Tensor], slopes: Sequence[Tensor]
-) -> list[Tensor]:
+def run_backward(results: Sequence[Tensor], operands: Sequence[Tensor], slopes: Sequence[Tensor]) -> list[Tensor]:
     leaves = [operand for operand in operands if operand.requires_grad]
     return list(torch.autograd.grad(results, leaves, slopes))
 
@@ -187,9 +185,7 @@ def measure_error(case: Case, rank: Rank) -> float:
     that with the chain it is timed against.
     """
     operands = case.make(MEANING_SIZES, Maker(torch.float32, rank.device))
-    exact = [
-        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in operands
-    ]
+    exact = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in operands]
     with interpret(MEANING_SIZES.rows):
         ours = run_both(case.ours, rank, DROPOUT, operands)
     pairs = [

@@ -34,12 +34,7 @@ def make_gpt2(layers: int, dropout: float) -> nn.Module:
 def make_gpt(layers: int, dropout: float) -> nn.Module:
     return GPT(
         GPTConfig(
-            vocab_size=VOCABULARY,
-            block_size=SEQUENCE,
-            n_layer=layers,
-            n_head=HEADS,
-            n_embd=HIDDEN,
-            dropout=dropout,
+            vocab_size=VOCABULARY, block_size=SEQUENCE, n_layer=layers, n_head=HEADS, n_embd=HIDDEN, dropout=dropout
         )
     )
 

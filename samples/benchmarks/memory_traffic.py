@@ -97,9 +97,7 @@ def _find_builder() -> Any:
     return builder
 
 
-def _watch(
-    method: Callable[..., Any], traffic: Traffic, access: str, pointers: int, mask: int
-) -> Callable[..., Any]:
+def _watch(method: Callable[..., Any], traffic: Traffic, access: str, pointers: int, mask: int) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         try:
             traffic.add(access, arguments[pointers], arguments[mask])

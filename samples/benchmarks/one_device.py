@@ -33,10 +33,7 @@ WARM_UP_STEPS = 3
 VOCABULARY, SEQUENCE, BATCH = 4096, 128, 8
 EAGER, OURS = "eager", "compiled"
 # Arguments of torch.compile, on a GPU.
-RIVALS: Mapping[str, Mapping[str, str]] = {
-    "torch.compile": {},
-    "reduce-overhead": {"mode": "reduce-overhead"},
-}
+RIVALS: Mapping[str, Mapping[str, str]] = {"torch.compile": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
 
 
 @dataclass(frozen=True)
@@ -136,15 +133,11 @@ def serve(number: int, way: str, fuses: bool, asked: Connection) -> None:
         asked.send(time_step(model, batch))
 
 
-def take_turns(
-    number: int, ways: Sequence[str], steps: int, fuses: bool, limit: float
-) -> dict[str, list[Step] | str]:
+def take_turns(number: int, ways: Sequence[str], steps: int, fuses: bool, limit: float) -> dict[str, list[Step] | str]:
     """The steps of each way, or the reason why it has none."""
     taken: dict[str, list[Step]] = {way: [] for way in ways}
     with ExitStack() as stack:
-        running = {
-            way: stack.enter_context(BoundedProcess(serve, number, way, fuses, limit=limit)) for way in ways
-        }
+        running = {way: stack.enter_context(BoundedProcess(serve, number, way, fuses, limit=limit)) for way in ways}
         for turn in range(WARM_UP_STEPS + steps):
             for way in ways if turn % 2 else reversed(ways):
                 if step := running[way].ask():
@@ -191,9 +184,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--no-fuse", action="store_true")
-    parser.add_argument(
-        "--limit", type=float, default=600.0, help="seconds for a step, the first one included"
-    )
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a step, the first one included")
     parser.add_argument("--write", action="store_true", help="keep the table under results/")
     given = parser.parse_args(words)
     numbers = [number for number, case in enumerate(CASES) if (given.only or "") in case.name]

@@ -98,19 +98,13 @@ def compare_recomputation(cluster: Cluster) -> Iterator[Cells]:
             batch,
             *(f"{batch / one.step_seconds:.2f}" for one in (kept, again)),
             f"{kept.step_seconds / again.step_seconds - 1:+.1%}",
-            *(
-                f"{max(one.memory_bytes) / 1e9:.0f} GB" + " (too much)" * (not one.fits)
-                for one in (kept, again)
-            ),
+            *(f"{max(one.memory_bytes) / 1e9:.0f} GB" + " (too much)" * (not one.fits) for one in (kept, again)),
         )
 
 
 def compare_fusion(cluster: Cluster) -> Iterator[Cells]:
     """SC21 §5.8: the same steps with each operator a kernel, and fused. The paper does not say on what batch."""
-    for row, paper in (
-        (replace(GPT_175B, batch=60), "113 to 135, +19%"),
-        (GPT_530B, "133 to 148, +11%"),
-    ):
+    for row, paper in ((replace(GPT_175B, batch=60), "113 to 135, +19%"), (GPT_530B, "133 to 148, +11%")):
         model = build_paper_model(row.layers, row.heads, row.hidden, fused=False)
         programs = compile_row(row, model, fuse=False), compile_row(row)
         plain, fused = (simulate_row(program, cluster).tflops_per_device for program in programs)

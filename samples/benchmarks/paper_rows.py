@@ -107,11 +107,7 @@ def compile_row(row: PaperRow, model: nn.Module | None = None, **options: Any) -
 
 
 def simulate_row(
-    program: autoptd.CompiledProgram,
-    cluster: Cluster,
-    row: PaperRow | None = None,
-    *,
-    scatter_gather: bool = True,
+    program: autoptd.CompiledProgram, cluster: Cluster, row: PaperRow | None = None, *, scatter_gather: bool = True
 ) -> Simulation:
     """As Megatron-LM ran it: a rank waits for its messages and all-reduces, and sums gradients after the pipeline.
 
@@ -158,9 +154,7 @@ class Calibration:
         self.shares = list(product(GEMM_SHARES, MEMORY_SHARES))
         self.tflops = 1 / (pairs @ np.array(tables).T)  # [pairs of shares, rows]
 
-    def fit(
-        self, names: Sequence[str], wanted: Mapping[str, float]
-    ) -> tuple[tuple[float, float], np.ndarray]:
+    def fit(self, names: Sequence[str], wanted: Mapping[str, float]) -> tuple[tuple[float, float], np.ndarray]:
         """The shares with the least squared relative errors on the rows `names`, and all rows' errors there."""
         errors = self.tflops / np.array([wanted[name] for name in self.names]) - 1
         chosen = [self.names.index(name) for name in names]

@@ -130,9 +130,7 @@ def show_table_2(cluster: Cluster) -> list[Sequence[object]]:
     return rows
 
 
-def _compare(
-    name: str, scheme: str, devices: int, microbatch: int, paper: float, found: float
-) -> Sequence[object]:
+def _compare(name: str, scheme: str, devices: int, microbatch: int, paper: float, found: float) -> Sequence[object]:
     return name, scheme, devices, microbatch, f"{paper:g}", f"{found:.1f}", f"{found / paper - 1:+.1%}"
 
 

@@ -142,9 +142,7 @@ def measure_peak(program: autoptd.CompiledProgram, sizes: Sizes, sharded: bool) 
     resident = read_memory("VmHWM") - resident
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
-        time.sleep(
-            0.1
-        )  # gloo's threads let go of what they sent: into a profiler that has stopped, they crash
+        time.sleep(0.1)  # gloo's threads let go of what they sent: into a profiler that has stopped, they crash
     live = before + find_peak(list_allocations(profiled))
     return Peak(before, live, before + resident)
 
@@ -219,10 +217,7 @@ def measure(case: Case, sizes: Sizes) -> list[Peak]:
     """The peaks of all ranks, each a process."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_work, (case, sizes, folder), nprocs=math.prod(case.mesh))
-        return [
-            Peak(*json.loads(Path(folder, f"{rank}.json").read_text()))
-            for rank in range(math.prod(case.mesh))
-        ]
+        return [Peak(*json.loads(Path(folder, f"{rank}.json").read_text())) for rank in range(math.prod(case.mesh))]
 
 
 def compare(case: Case, sizes: Sizes) -> Iterator[list[str]]:
@@ -248,9 +243,7 @@ def compare(case: Case, sizes: Sizes) -> Iterator[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", action="append", help="tensor,pipeline,data; may be given several times")
     parser.add_argument("--write", action="store_true", help="keep the table in samples/benchmarks/results")
     args = parser.parse_args()

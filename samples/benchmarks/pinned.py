@@ -44,9 +44,7 @@ if __name__ == "__main__":
     given = [int(size) for size in arguments.parse_known_args()[0].mesh.split(",")]
     here, everywhere = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if not here == everywhere == math.prod(given):
-        sys.exit(
-            f"pinned: {here} of {everywhere} processes are here, --mesh {given} is of {math.prod(given)}"
-        )
+        sys.exit(f"pinned: {here} of {everywhere} processes are here, --mesh {given} is of {math.prod(given)}")
     keep_cores(int(os.environ.get("RANK", 0)), given)
     schedule_in_batches()
     from samples import train  # only now: torch starts threads, which inherit both

@@ -32,9 +32,7 @@ def measure_apart(cases: list[Case]) -> list[Measured]:
         work = json.dumps([dataclasses.asdict(case) for case in cases])
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(cases[0].num_ranks)]
         sample = ["-m", "samples.benchmarks.pipeline_efficiency", "--cases", work, "--output", str(output)]
-        subprocess.run(
-            [sys.executable, *launcher, *sample], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
+        subprocess.run([sys.executable, *launcher, *sample], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         measured: list[Measured] = json.loads(output.read_text())
     return measured
 
@@ -74,9 +72,7 @@ def action_row(case: Case, measured: Measured) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])

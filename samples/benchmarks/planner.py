@@ -60,10 +60,7 @@ def measure(row: PaperRow, chunks: int | None) -> tuple[object, ...]:
     start, busy = time.perf_counter(), time.process_time()
     plans = autoptd.plan(model, **size, **fixed, **asdict(MEGATRON))
     wall, cpu = time.perf_counter() - start, time.process_time() - busy
-    estimator, space = (
-        Estimator(model, cluster, row.devices, training=MEGATRON),
-        Space(*size.values(), **fixed),
-    )
+    estimator, space = (Estimator(model, cluster, row.devices, training=MEGATRON), Space(*size.values(), **fixed))
     own = min(step for step, _ in time_mesh(row, (row.tensor, row.pipeline), estimator, space))
     best, estimate = find_best(row, plans, estimator, space)
     return (
@@ -81,14 +78,10 @@ def measure(row: PaperRow, chunks: int | None) -> tuple[object, ...]:
     )
 
 
-def find_best(
-    row: PaperRow, plans: Sequence[Plan], estimator: Estimator, space: Space
-) -> tuple[Candidate, Estimate]:
+def find_best(row: PaperRow, plans: Sequence[Plan], estimator: Estimator, space: Space) -> tuple[Candidate, Estimate]:
     """The best of the plans with even stages; what the planner has only a bound of is simulated while that is lower."""
     found: list[tuple[float, Candidate]] = []
-    for plan in sorted(
-        (plan for plan in plans if plan.fits is not False), key=lambda plan: plan.step_seconds
-    ):
+    for plan in sorted((plan for plan in plans if plan.fits is not False), key=lambda plan: plan.step_seconds):
         if found and min(found)[0] <= plan.step_seconds:
             break
         found += time_mesh(row, (plan.tensor, plan.pipeline), estimator, space)

@@ -55,10 +55,7 @@ def publish(
         f"Again: `python -m samples.benchmarks.{shlex.join([script or name, *sys.argv[1:]])}`",
         "",
     ]
-    lines += [
-        "| " + " | ".join(str(cell) for cell in row) + " |"
-        for row in (columns, ["---"] * len(columns), *rows)
-    ]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
     lines += ["", *(f"- {note}" for note in notes)]
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")

@@ -95,9 +95,7 @@ def make_manifest(case: Case) -> Manifest:
     """The plan of ``num_ranks * num_model_chunks`` sleeping stages, one tensor between neighbours."""
     num_stages = case.num_ranks * case.num_model_chunks
     shape = (1, case.size, case.size)
-    boundaries = [
-        (Boundary(f"h.{k}", shape, torch.float32, requires_grad=True),) for k in range(num_stages - 1)
-    ]
+    boundaries = [(Boundary(f"h.{k}", shape, torch.float32, requires_grad=True),) for k in range(num_stages - 1)]
     stages = tuple(
         StageInterface(k, receives, sends, () if k else ("x",), (f"h.{k}.weight",))
         for k, (receives, sends) in enumerate(zip([(), *boundaries], [*boundaries, ()], strict=True))
@@ -112,9 +110,7 @@ def make_manifest(case: Case) -> Manifest:
         seed=0,
         inputs=(Input("x", shape, torch.float32, 0),),
         stages=stages,
-        parameters={
-            f"h.{k}.weight": Parameter(f"h.{k}.weight", (), torch.float32) for k in range(num_stages)
-        },
+        parameters={f"h.{k}.weight": Parameter(f"h.{k}.weight", (), torch.float32) for k in range(num_stages)},
         aliases={},
         output=Output("tensor"),
     )
@@ -150,9 +146,7 @@ def make_torch_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor)
     num_stages = case.num_ranks * case.num_model_chunks
     parts: list[Any] = [PipelineStage(stage, index, num_stages, CPU) for index, stage in stages.items()]
     options: Any = {"n_microbatches": case.num_microbatches, "loss_fn": lambda output, target: output.mean()}
-    schedule: Any = (
-        Schedule1F1B(parts[0], **options) if len(parts) == 1 else ScheduleInterleaved1F1B(parts, **options)
-    )
+    schedule: Any = Schedule1F1B(parts[0], **options) if len(parts) == 1 else ScheduleInterleaved1F1B(parts, **options)
     args = (batch,) if 0 in stages else ()
     keywords = {"target": batch, "losses": []} if num_stages - 1 in stages else {}
     return lambda: schedule.step(*args, **keywords, return_outputs=False)

@@ -94,12 +94,7 @@ def start(ways: Sequence[str], case: Case, pinned: bool, processes: int) -> Iter
     started: list[subprocess.Popen[str]] = []
     try:
         for rank in range(processes):
-            places = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": processes,
-                "LOCAL_WORLD_SIZE": processes,
-            }
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
             threads = {"OMP_NUM_THREADS": THREADS if processes == 1 else 1}
             environment = {key: str(value) for key, value in {**places, **address, **threads}.items()}
@@ -153,14 +148,7 @@ def compare(case: Case, pinned: bool, rounds: int, steps: int) -> list[str]:
     rates = [f"{tokens / statistics.median(counted[way]):.0f}" for way in ("plain", *ways)]
     ratios = [write_ratios(counted[way], counted["compiled"]) for way in ("plain", *ways[1:])]
     missing = [] if len(ways) > 1 else ["-"]
-    return [
-        *rates,
-        *missing,
-        *ratios,
-        *missing,
-        *(f"{errors[way]:.1e}" for way in ("plain", *ways)),
-        *missing,
-    ]
+    return [*rates, *missing, *ratios, *missing, *(f"{errors[way]:.1e}" for way in ("plain", *ways)), *missing]
 
 
 def write_ratios(others: Sequence[float], ours: Sequence[float]) -> str:
@@ -185,13 +173,9 @@ def largest_error(turns: Sequence[Turn], exact: Sequence[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", action="append", help="tensor,pipeline,data; may be given several times")
-    parser.add_argument(
-        "--chunks", type=int, default=1, help="stages per pipeline rank, where there are several"
-    )
+    parser.add_argument("--chunks", type=int, default=1, help="stages per pipeline rank, where there are several")
     parser.add_argument("--launch", choices=["free", "pinned", "both"], default="both")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of each way in a round")

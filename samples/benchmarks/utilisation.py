@@ -28,13 +28,7 @@ from samples.train import WITHOUT_GRAPHS
 
 WARM_UP_STEPS = 3
 # What names a card, and the cluster of such cards.
-CLUSTERS = {
-    "B200": "gb200-nvl72",
-    "H200": "dgx-h200",
-    "H100": "dgx-h100",
-    "A100": "dgx-a100",
-    "V100": "dgx-1-v100",
-}
+CLUSTERS = {"B200": "gb200-nvl72", "H200": "dgx-h200", "H100": "dgx-h100", "A100": "dgx-a100", "V100": "dgx-1-v100"}
 
 
 class Case(NamedTuple):
@@ -58,12 +52,7 @@ SMALL = GPTConfig(vocab_size=512, block_size=64, n_layer=2, n_head=4, n_embd=64)
 
 def list_cases(wide: GPTConfig, deep: GPTConfig) -> list[Case]:
     dropped = replace(deep, dropout=0.1)
-    return [
-        Case(wide, 4, 1, True),
-        Case(wide, 1, 8, True),
-        Case(deep, 1, 8, False),
-        Case(dropped, 1, 8, False),
-    ]
+    return [Case(wide, 4, 1, True), Case(wide, 1, 8, True), Case(deep, 1, 8, False), Case(dropped, 1, 8, False)]
 
 
 class Way(NamedTuple):
@@ -135,11 +124,7 @@ def train(name: str, case: Case, steps: int, asked: Connection) -> None:
         model.zero_grad()
         synchronize()
         seconds.append(time.perf_counter() - begin)
-    held = (
-        (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        if device.type == "cuda"
-        else (0, 0)
-    )
+    held = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device.type == "cuda" else (0, 0)
     asked.send(Measured(statistics.median(seconds[WARM_UP_STEPS:]), float(sum(losses)), *held))
 
 
@@ -187,9 +172,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help="keep the table under results/")
     given = parser.parse_args(words)
     there, cluster = torch.cuda.is_available(), autoptd.Cluster.load(given.cluster or find_cluster())
-    cases = [
-        case for case in list_cases(*(WIDE, DEEP) if there else (SMALL, SMALL)) if given.only in str(case)
-    ]
+    cases = [case for case in list_cases(*(WIDE, DEEP) if there else (SMALL, SMALL)) if given.only in str(case)]
     publish(
         "utilisation",
         f"One device, {torch.cuda.get_device_name() if there else 'no GPU'}: utilisation and memory of the sample GPT",

@@ -59,9 +59,7 @@ def list_rows() -> Iterator[str]:
     for case in CASES:
         found = judge(case)
         result = found.refused or f"{found.share:.3f} | {found.error:.0e}"
-        shown = (
-            re.sub(r"\S*/", "", result.replace("\n", " ")).replace("|", "\\|") if found.refused else result
-        )
+        shown = re.sub(r"\S*/", "", result.replace("\n", " ")).replace("|", "\\|") if found.refused else result
         yield f"| {case.name} | {case.style} | {case.written} | {f'refused: {shown} | ' if found.refused else shown} |"
 
 
@@ -70,10 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"keep the table in {PAGE.name}")
     write = parser.parse_args().write
-    lines = [
-        "| model | in the style of | lines written | share of FLOPs at t = 2 | verify |",
-        "| --- " * 5 + "|",
-    ]
+    lines = ["| model | in the style of | lines written | share of FLOPs at t = 2 | verify |", "| --- " * 5 + "|"]
     print("\n".join(lines))
     for row in list_rows():
         lines.append(row)

@@ -112,9 +112,7 @@ class SharedModule(Decoder):
         for block in self.blocks:
             attention: Any = block.attention
             attention.rope = rope
-            attention.attend = lambda q, k, v: F.scaled_dot_product_attention(
-                rope(q), rope(k), v, is_causal=True
-            )
+            attention.attend = lambda q, k, v: F.scaled_dot_product_attention(rope(q), rope(k), v, is_causal=True)
 
 
 class ParallelBlock(Block):
@@ -162,10 +160,7 @@ class Tied(Decoder):
 class SquaredRelu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(HIDDEN, 4 * HIDDEN, bias=False),
-            nn.Linear(4 * HIDDEN, HIDDEN, bias=False),
-        )
+        self.up, self.down = (nn.Linear(HIDDEN, 4 * HIDDEN, bias=False), nn.Linear(4 * HIDDEN, HIDDEN, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(F.relu(self.up(x)).square())

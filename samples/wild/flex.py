@@ -100,9 +100,7 @@ class OnCuda(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not q.is_cuda or q.device.type != "cuda":
             raise RuntimeError("this kernel needs CUDA")
-        mask = (
-            torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").tril() & torch.ones(1).bool().cuda()
-        )
+        mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").tril() & torch.ones(1).bool().cuda()
         with torch.autocast("cuda", torch.bfloat16):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return out.to(q.device, q.dtype)

@@ -75,9 +75,7 @@ class ChunkedHead(Decoder):
 
     def find_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         parts = zip(self.norm(x).split(4, dim=1), targets.split(4, dim=1), strict=True)
-        losses = [
-            F.cross_entropy(self.head(y).flatten(0, 1), t.flatten(), reduction="none") for y, t in parts
-        ]
+        losses = [F.cross_entropy(self.head(y).flatten(0, 1), t.flatten(), reduction="none") for y, t in parts]
         return torch.cat(losses).mean()
 
 
@@ -101,9 +99,7 @@ class Distilled(Decoder):
         logits, wanted = self.head(self.norm(x)), self.teacher(self.tokens(targets).detach())
         student, teacher = logits.log_softmax(-1), wanted.log_softmax(-1)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss + F.kl_div(
-            student.flatten(0, 1), teacher.flatten(0, 1), log_target=True, reduction="batchmean"
-        )
+        return loss + F.kl_div(student.flatten(0, 1), teacher.flatten(0, 1), log_target=True, reduction="batchmean")
 
 
 class SoftTargets(Decoder):

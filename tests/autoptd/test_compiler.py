@@ -41,9 +41,7 @@ def test_the_cut_fits_a_cluster_that_is_given() -> None:
     """Where none fits the log says so; the default cluster, which nobody asked for, limits nothing."""
     selene = autoptd.Cluster.load("dgx-a100")
     small = replace(selene, device=replace(selene.device, memory_bytes=1e5))
-    logs = [
-        "\n".join(compile_small(**options).log) for options in ({"cluster": small}, {"cluster": selene}, {})
-    ]
+    logs = ["\n".join(compile_small(**options).log) for options in ({"cluster": small}, {"cluster": selene}, {})]
     assert ["no cut fits in 0.00 GB a rank" in log for log in logs] == [True, False, False]
 
 
@@ -258,9 +256,7 @@ def test_a_call_takes_the_positions_of_forward(tmp_path: Path) -> None:
 def test_a_call_takes_the_targets_of_the_loss_behind_those_of_forward() -> None:
     idx = torch.zeros(2, 16, dtype=torch.long)
     example = {"idx": idx, "labels": idx.clone()}
-    program = autoptd.compile(
-        Masked(), (1, 1, 1), example_inputs=example, loss_fn=mean_loss, num_microbatches=1
-    )
+    program = autoptd.compile(Masked(), (1, 1, 1), example_inputs=example, loss_fn=mean_loss, num_microbatches=1)
     assert program.manifest.arguments == ("idx", "mask", "targets", "labels")
     parallel = program.bind(device="cpu")
     assert torch.equal(parallel(idx, None, None, idx), parallel(idx, labels=idx))

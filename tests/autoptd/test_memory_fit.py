@@ -42,9 +42,7 @@ def test_a_program_for_a_cluster_fits_where_a_cut_does(chunks: int, graphs: bool
         assert compile_heavy(cluster, chunks).simulate(cluster).fits
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(119, "quick"), (105, "middling"), (101, "middling"), (96, "lean")]
-)
+@pytest.mark.parametrize(("limit", "expected"), [(119, "quick"), (105, "middling"), (101, "middling"), (96, "lean")])
 def test_reserved_bytes_are_those_of_each_cut(limit: int, expected: str) -> None:
     """Of three cuts, the best first: bytes that are counted, and those besides."""
     cuts = {"quick": (90, 29), "middling": (80, 21), "lean": (79, 17)}
@@ -73,10 +71,7 @@ def test_a_program_that_does_not_fit_is_warned_of() -> None:
         program = compile_heavy(cluster, 1)
     memory = program.simulate(cluster).memory_bytes
     text, held = str(said[0].message), max(memory)
-    assert (
-        f"rank {memory.index(held)} holds {held:,} bytes, {held - 5_000_000:,} more than a device's 5,0"
-        in text
-    )
+    assert f"rank {memory.index(held)} holds {held:,} bytes, {held - 5_000_000:,} more than a device's 5,0" in text
     assert said[0].filename == __file__
 
 

@@ -48,9 +48,7 @@ def test_a_wrong_mesh_is_refused(mesh: Any, error: type[Exception], message: str
         read_mesh(mesh)
 
 
-def device_mesh(
-    shape: tuple[int, ...], names: tuple[str, ...], ranks: torch.Tensor | None = None
-) -> DeviceMesh:
+def device_mesh(shape: tuple[int, ...], names: tuple[str, ...], ranks: torch.Tensor | None = None) -> DeviceMesh:
     """A DeviceMesh without a process group: its layout is all that is read."""
     mesh = object.__new__(DeviceMesh)
     order = torch.arange(torch.Size(shape).numel()) if ranks is None else ranks
@@ -60,55 +58,35 @@ def device_mesh(
 
 def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceMesh, "mesh", property(lambda self: self._test_mesh))
-    monkeypatch.setattr(
-        DeviceMesh, "mesh_dim_names", property(lambda self: self._mesh_dim_names), raising=False
-    )
+    monkeypatch.setattr(DeviceMesh, "mesh_dim_names", property(lambda self: self._mesh_dim_names), raising=False)
     assert read_mesh(device_mesh((6, 64, 8), ("dp", "pp", "tp"))) == Mesh(8, 64, 6)
     swapped = read_mesh(device_mesh((2, 1, 3), ("tp", "dp", "pp")))
     assert (swapped.tensor, swapped.pipeline, swapped.data) == (2, 3, 1)
     assert swapped.group("tensor", 0) == (0, 3)
     assert swapped.coordinates(4) == Coordinates(0, 1, 1)
-    with pytest.raises(
-        ValueError, match=r"has dims \('dp', 'pp', 'mp'\); expected \"tp\", \"pp\" and \"dp\""
-    ):
+    with pytest.raises(ValueError, match=r"has dims \('dp', 'pp', 'mp'\); expected \"tp\", \"pp\" and \"dp\""):
         read_mesh(device_mesh((1, 1, 1), ("dp", "pp", "mp")))
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"schedule": "interleaved"},
-            ValueError,
-            "unknown schedule 'interleaved'; did you mean 'interleaved_1f1b'",
-        ),
-        (
-            {"num_microbatch": 4},
-            TypeError,
-            "unknown option 'num_microbatch'; did you mean 'num_microbatches'",
-        ),
+        ({"schedule": "interleaved"}, ValueError, "unknown schedule 'interleaved'; did you mean 'interleaved_1f1b'"),
+        ({"num_microbatch": 4}, TypeError, "unknown option 'num_microbatch'; did you mean 'num_microbatches'"),
         ({"world_size": 8}, ValueError, 'world_size= goes with mesh="auto"'),
         ({"num_microbatches": 0}, ValueError, "num_microbatches is 0; expected a positive integer"),
         ({"num_model_chunks": True}, ValueError, "num_model_chunks is True"),
         ({"fuse": 1}, ValueError, "fuse is 1; expected True or False"),
         ({"scatter_gather": "no"}, ValueError, "scatter_gather is 'no'; expected True or False"),
         ({"layout": "hsb"}, ValueError, "layout is 'hsb'; expected 'sbh'"),
-        (
-            {"recompute": "half"},
-            ValueError,
-            "recompute is 'half'; expected 'none', 'selective', 'full', 'optimal'",
-        ),
+        ({"recompute": "half"}, ValueError, "recompute is 'half'; expected 'none', 'selective', 'full', 'optimal'"),
         ({"recompute": 0}, ValueError, "recompute is 0; expected .*, or a positive number of layers"),
         ({"recompute": True}, ValueError, "recompute is True"),
         ({"seed": "0"}, TypeError, "seed is '0'; expected an integer"),
         ({"seed": 1 << 64}, ValueError, "expected an integer of 64 bits"),
         ({"schedule": "1f1b", "num_model_chunks": 2}, ValueError, "1f1b"),
         ({"num_microbatches": 3}, ValueError, "3.*multiple.*2"),
-        (
-            {"rules": {3: "b s h -> b s h"}},
-            TypeError,
-            "rules has the key 3; expected an operator, or its name",
-        ),
+        ({"rules": {3: "b s h -> b s h"}}, TypeError, "rules has the key 3; expected an operator, or its name"),
         ({"example_inputs": 3}, TypeError, "example_inputs is 3; expected a dict or tuple"),
         ({"loss_fn": 3}, TypeError, "loss_fn is 3; expected a function"),
         ({"initializer": 3}, TypeError, "initializer is 3; expected a function"),
@@ -138,9 +116,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exceptio
     ],
     ids=str,
 )
-def test_a_wrong_option_of_a_plan_is_refused(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_a_wrong_option_of_a_plan_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     given: Any = {"model": GPT(SMALL), "world_size": 1, "global_batch": 1, "cluster": "dgx-a100", **options}
     with pytest.raises(error, match=message):
         plan(**given)
@@ -166,25 +142,13 @@ def test_a_process_takes_a_gpu_that_it_sees(
         (lambda p: p.verify(batch={"idx": 3}), ValueError, "batch: idx is 3; expected torch.int64"),
         (lambda p: p.verify(seed="x"), TypeError, "seed is 'x'; expected an integer"),
         (lambda p: p.verify(seed=1.5), TypeError, "seed is 1.5; expected an integer"),
-        (
-            lambda p: p.bind(device="cudaa"),
-            ValueError,
-            "device is 'cudaa': .*; expected one that this machine has",
-        ),
+        (lambda p: p.bind(device="cudaa"), ValueError, "device is 'cudaa': .*; expected one that this machine has"),
         (lambda p: p.bind(device=1.5), ValueError, "device is 1.5: .*; expected one that this machine has"),
-        (
-            lambda p: p.bind(device="cuda:99"),
-            ValueError,
-            "device is 'cuda:99': .*; expected one that this mach",
-        ),
+        (lambda p: p.bind(device="cuda:99"), ValueError, "device is 'cuda:99': .*; expected one that this mach"),
         (lambda p: p.rank(0.0), ValueError, "rank 0.0 is none of mesh .*, which has ranks 0 to 0"),
         (lambda p: p.rank("0"), ValueError, "rank '0' is none of mesh .*, which has ranks 0 to 0"),
         (lambda p: p.cost.evaluate(p.cost.flops, m=-1), ValueError, "m is -1; expected a positive integer"),
-        (
-            lambda p: p.cost.evaluate(p.cost.flops, m=float("nan")),
-            ValueError,
-            "m is nan; expected a positive",
-        ),
+        (lambda p: p.cost.evaluate(p.cost.flops, m=float("nan")), ValueError, "m is nan; expected a positive"),
     ],
 )
 def test_a_wrong_argument_of_a_program_is_refused(
@@ -206,7 +170,5 @@ def test_an_unknown_option_of_a_call_is_refused_with_the_nearest(call: str, tmp_
         "verify": program.verify,
         "plan": partial(plan, GPT(SMALL), **sizes),
     }
-    with pytest.raises(
-        TypeError, match=f"unknown option '{given}'; did you mean '{near}'. Known options: (?!self)"
-    ):
+    with pytest.raises(TypeError, match=f"unknown option '{given}'; did you mean '{near}'. Known options: (?!self)"):
         calls[call](**{given: 1})

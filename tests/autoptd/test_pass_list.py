@@ -28,9 +28,7 @@ def test_a_pass_that_forgets_to_describe_a_node_is_named() -> None:
     graph = copy_graph(tiny((1, 1, 1)).stages[0].graph)
     node = next(node for node in graph.nodes if node.op == "call_function")
     node.meta = {"val": node.meta["val"]}
-    with pytest.raises(
-        ValueError, match=rf"after fusion: nothing is known about %{node.name} .*described by the pass"
-    ):
+    with pytest.raises(ValueError, match=rf"after fusion: nothing is known about %{node.name} .*described by the pass"):
         require_info(graph, "after fusion")
 
 
@@ -59,9 +57,7 @@ def test_the_result_of_every_selected_pass_is_checked(monkeypatch: pytest.Monkey
 
 def tiny_program() -> Program:
     compiled = tiny((1, 1, 1))
-    return Program(
-        compiled.manifest.mesh, compiled.stages, compiled.manifest.inputs, compiled.manifest.output
-    )
+    return Program(compiled.manifest.mesh, compiled.stages, compiled.manifest.inputs, compiled.manifest.output)
 
 
 def forget(program: Program) -> Program:

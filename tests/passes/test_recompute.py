@@ -36,10 +36,7 @@ def compile_sample(recompute: str | int, layers: int = 2, mesh: Any = (1, 1, 1),
 
 def list_groups(program: Program | autoptd.CompiledProgram) -> list[list[str]]:
     """The labels of each stage's groups."""
-    return [
-        [str(info(group[0]).recompute) for group in recomputed_groups(stage.graph)]
-        for stage in program.stages
-    ]
+    return [[str(info(group[0]).recompute) for group in recomputed_groups(stage.graph)] for stage in program.stages]
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
@@ -52,9 +49,7 @@ def draw(program: Program) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     (stage,) = program.stages
     generator = torch.Generator().manual_seed(0)
     weights = {
-        name: torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        .mul_(0.3)
-        .requires_grad_(p.requires_grad)
+        name: torch.randn(p.shape, generator=generator, dtype=p.dtype).mul_(0.3).requires_grad_(p.requires_grad)
         for name, p in stage.parameters.items()
         if p.kind == "parameter"
     }
@@ -162,9 +157,7 @@ def test_optimal_is_the_papers(layers: int, size: int) -> None:
 
 def test_values_shared_by_recomputed_layers_are_passed_once() -> None:
     """T5's first layer makes the table that its other layers are given; the decoder's get the encoder's output."""
-    program = recompute_activations(
-        cut(t5(3), ["input_ids", "decoder_input_ids", "labels"]), recompute="full"
-    )
+    program = recompute_activations(cut(t5(3), ["input_ids", "decoder_input_ids", "labels"]), recompute="full")
     groups = recomputed_groups(program.stages[0].graph)
     assert [len(values_taken(group)) for group in groups] == [1, 2, 2, 2, 3, 3]
     assert [len(values_given(group)) for group in groups] == [2, 1, 1, 2, 1, 1]
@@ -336,7 +329,5 @@ def test_one_function_called_twice_is_two_groups() -> None:
 def test_a_call_without_the_rank_is_refused() -> None:
     program = compile_sample("full")
     broken = program.texts[0].replace("recompute(rank, h1, h0_add_1)", "recompute(h1, h0_add_1)")
-    with pytest.raises(
-        ValueError, match=r"program_00\.py:\d+: .*expected recompute\(rank, function, \*values\)"
-    ):
+    with pytest.raises(ValueError, match=r"program_00\.py:\d+: .*expected recompute\(rank, function, \*values\)"):
         _with_texts(program, (broken,)).check()

@@ -169,10 +169,7 @@ class Chain:
         rank = Rank.local(Mesh(1, 1, 1))
         whole = {**weights, **self.constants(weights)}
         leaves = [
-            {
-                n: whole[n].clone().requires_grad_(self.manifest.parameters[n].requires_grad)
-                for n in stage.parameters
-            }
+            {n: whole[n].clone().requires_grad_(self.manifest.parameters[n].requires_grad) for n in stage.parameters}
             for stage in self.manifest.stages
         ]
         total = torch.zeros((), dtype=self.dtype)

@@ -66,9 +66,7 @@ def test_take_own_narrows_and_its_gradients_add_up() -> None:
     results = world.run(take, thread_ranks(Mesh(3, 1, 1), world))
     x = torch.arange(12.0).view(2, 6)
     assert torch.equal(torch.cat([own for own, _ in results], 1), x)
-    assert torch.equal(
-        torch.stack([gradient for _, gradient in results if gradient is not None]).sum(0), 2 * x
-    )
+    assert torch.equal(torch.stack([gradient for _, gradient in results if gradient is not None]).sum(0), 2 * x)
 
 
 def test_take_own_refuses_what_does_not_divide() -> None:

@@ -81,9 +81,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("form", "transposed", "bias"), FORMS)
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_an_overlapped_linear_is_the_copy_and_its_linears(
-    form: str, transposed: bool, bias: bool, tensor: int
-) -> None:
+def test_an_overlapped_linear_is_the_copy_and_its_linears(form: str, transposed: bool, bias: bool, tensor: int) -> None:
     """Bit for bit, where the gradient of x is no sum of several products, which are added up in another order."""
     given = draw(form, transposed, bias)
 

@@ -40,9 +40,7 @@ def written_out(state: Randomness, p: float, operator: int, shape: tuple[int, ..
     kept = []
     for sample, element in itertools.product(range(shape[0]), range(math.prod(shape[1:]))):
         counter = (element // 8, operator, state.sample + sample, state.call)
-        words = philox(
-            [torch.tensor([word]) for word in counter], (state.seed & 0xFFFFFFFF, state.seed >> 32)
-        )
+        words = philox([torch.tensor([word]) for word in counter], (state.seed & 0xFFFFFFFF, state.seed >> 32))
         word = int(words[element % 8 // 2])
         kept.append((word >> 16 if element % 2 else word & 0xFFFF) >= p * 2**16)
     return torch.tensor(kept).view(shape)
@@ -56,16 +54,7 @@ def test_a_mask_is_what_its_definition_says(shape: tuple[int, ...]) -> None:
 
 def cases() -> list[tuple[tuple[int, ...], int, int]]:
     """(shape, batch dim, divided dim)"""
-    shapes = [
-        (4, 12),
-        (4, 1, 12),
-        (2, 3, 12),
-        (2, 12, 3),
-        (2, 12, 5, 5),
-        (6, 12, 4, 4),
-        (1, 12, 1),
-        (2, 3, 24, 2),
-    ]
+    shapes = [(4, 12), (4, 1, 12), (2, 3, 12), (2, 12, 3), (2, 12, 5, 5), (6, 12, 4, 4), (1, 12, 1), (2, 3, 24, 2)]
     return [
         (shape, batch, divided)
         for shape in shapes
@@ -101,14 +90,11 @@ def test_a_mask_does_not_depend_on_the_cut(shape: tuple[int, ...], batch: int, d
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(3, 2, 16, 16), (3, 2, 5, 24), (3, 2, 24, 8), (3, 4, 9, 40), (3, 2, 7, 12), (3, 2, 3, 3), (3, 16, 8)],
+    "shape", [(3, 2, 16, 16), (3, 2, 5, 24), (3, 2, 24, 8), (3, 4, 9, 40), (3, 2, 7, 12), (3, 2, 3, 3), (3, 16, 8)]
 )
 @pytest.mark.parametrize("sample", [0, 1, None])
 @pytest.mark.parametrize("size", [1, 2])
-def test_of_causal_scores_only_what_is_seen_is_drawn(
-    shape: tuple[int, ...], sample: int | None, size: int
-) -> None:
+def test_of_causal_scores_only_what_is_seen_is_drawn(shape: tuple[int, ...], sample: int | None, size: int) -> None:
     state = Randomness(seed=1, call=2, sample=30)
     place: dict[str, Any] = {"sample": sample}
     if size > 1:
@@ -211,9 +197,7 @@ def test_a_number_is_that_of_its_words_and_does_not_depend_on_the_cut(
 
 
 def test_numbers_are_spread_evenly_and_no_two_tensors_share_them() -> None:
-    states = [
-        Randomness(seed, call, sample) for seed, call, sample in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
-    ]
+    states = [Randomness(seed, call, sample) for seed, call, sample in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
     drawn = torch.stack([draw(state, operator, 1, 5000) for state in states for operator in (0, 1)]).flatten()
     assert len(drawn.unique()) > 0.99999 * len(drawn)
     counts = torch.histc(drawn, 20, 0, 1) - len(drawn) / 20

@@ -148,9 +148,7 @@ def test_collectives_inside_are_repeated_by_all_ranks() -> None:
     mesh = Mesh(2, 1, 1)
 
     def work(rank: Rank, wrapped: bool) -> tuple[Tensor, int]:
-        own = torch.Generator().manual_seed(
-            rank.group("tensor").index
-        )  # torch's own is shared by the threads
+        own = torch.Generator().manual_seed(rank.group("tensor").index)  # torch's own is shared by the threads
         x, weight = (torch.randn(n, 4, generator=own).requires_grad_() for n in (2, 4))
 
         def block(rank: Rank, x: Tensor) -> Tensor:

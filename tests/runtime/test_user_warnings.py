@@ -21,9 +21,7 @@ def define(package: str, call: Callable[[str], None]) -> Callable[[str], None]:
     return lead
 
 
-@pytest.mark.parametrize(
-    "packages", [["autoptd"], ["autoptd.runtime.module.parallel", "torch.optim.optimizer"]]
-)
+@pytest.mark.parametrize("packages", [["autoptd"], ["autoptd.runtime.module.parallel", "torch.optim.optimizer"]])
 def test_warnings_point_at_the_first_line_outside_of_the_library(packages: list[str]) -> None:
     call: Callable[[str], None] = warn_caller
     for package in packages:

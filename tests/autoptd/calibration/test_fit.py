@@ -33,17 +33,7 @@ from autoptd.passes.cost.cluster import Device, Link, round_flops
 from autoptd.passes.cost.work import Product
 
 KNOWN = Device(
-    "known",
-    {"fp32": 1e11, "bf16": 4e11, "fp16": 1e10, "fp64": 5e10},
-    1e9,
-    4e10,
-    0.9,
-    0.5,
-    2e10,
-    1,
-    64,
-    32,
-    7e-6,
+    "known", {"fp32": 1e11, "bf16": 4e11, "fp16": 1e10, "fp64": 5e10}, 1e9, 4e10, 0.9, 0.5, 2e10, 1, 64, 32, 7e-6
 )
 LINK = Link(2e9, 0.5, 1.0, 1e-4)
 PLAIN = 0.02  # seconds of a plain step
@@ -73,9 +63,7 @@ def measure_known() -> dict[str, Any]:
 
 def test_a_device_is_found_again_from_what_it_takes() -> None:
     """Of a product only peak times efficiency shows; the tiles may be others that waste the same."""
-    unknown = replace(
-        KNOWN, peak_flops={}, memory_bandwidth=1.0, gemm_efficiency=1.0, tile_rows=1, tile_columns=1
-    )
+    unknown = replace(KNOWN, peak_flops={}, memory_bandwidth=1.0, gemm_efficiency=1.0, tile_rows=1, tile_columns=1)
     found = fit_device(
         replace(unknown, memory_efficiency=1.0, vector_flops=1.0, launch_seconds=1.0), measure_known(), "fp32"
     )
@@ -92,9 +80,7 @@ def test_a_device_is_found_again_from_what_it_takes() -> None:
 def test_a_slower_step_is_more_launches_or_slower_kernels() -> None:
     measured = measure_known()
     small, large = measured["blocks"]
-    slow = [
-        fit_device(KNOWN, {**measured, "blocks": b}, "fp32") for b in ([2 * small, large], [small, 2 * large])
-    ]
+    slow = [fit_device(KNOWN, {**measured, "blocks": b}, "fp32") for b in ([2 * small, large], [small, 2 * large])]
     assert slow[0].launch_seconds > 1.5 * KNOWN.launch_seconds
     assert slow[1].vector_flops < 0.5 * KNOWN.vector_flops
 
@@ -234,7 +220,5 @@ def test_impossible_settings_are_refused_before_measuring(
 
 
 def test_a_process_that_fails_says_why() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"process 0 of 1, which measured kernels, failed:(.|\n)*TypeError"
-    ):
+    with pytest.raises(RuntimeError, match=r"process 0 of 1, which measured kernels, failed:(.|\n)*TypeError"):
         fit._measure("kernel", 1, float("nan"), ["no core"])  # type: ignore[list-item]

@@ -30,11 +30,7 @@ class Positions(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.tokens, self.positions, self.head = (
-            nn.Embedding(16, 8),
-            nn.Embedding(LENGTH, 8),
-            nn.Linear(8, 16),
-        )
+        self.tokens, self.positions, self.head = (nn.Embedding(16, 8), nn.Embedding(LENGTH, 8), nn.Linear(8, 16))
         self.way = way
 
     def drop(self, places: Tensor) -> Tensor:

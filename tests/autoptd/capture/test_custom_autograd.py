@@ -284,10 +284,7 @@ def test_text(tmp_path: Path) -> None:
 def test_gradient_not_whole(tmp_path: Path) -> None:
     """A backward that is not linear gets no term of a sum over the tensor ranks: the proof insists on that."""
     program = compiled(make_model("not linear"), (2, 1, 1), 2)
-    wrong = (
-        ("collectives.copied_linear_gelu(", "kernels.linear_gelu("),
-        ("rank, blocks0_bounded", "blocks0_bounded"),
-    )
+    wrong = (("collectives.copied_linear_gelu(", "kernels.linear_gelu("), ("rank, blocks0_bounded", "blocks0_bounded"))
     with pytest.raises(ProgramError, match=r"up to blocks0_bounded .* has a backward of its own: expected"):
         edit(program, tmp_path, *wrong)
 
@@ -455,16 +452,10 @@ def local() -> Any:
     ("call", "message"),
     [
         (Kernel.apply, r"forward of Kernel does not run without data .*custom_op and register_fake"),
-        (
-            Noisy.apply,
-            r"Noisy draws random numbers with aten\.rand_like.*: draw them in the module's forward",
-        ),
+        (Noisy.apply, r"Noisy draws random numbers with aten\.rand_like.*: draw them in the module's forward"),
         (NoisyBackward.apply, r"NoisyBackward draws random numbers with aten\.bernoulli"),
         (lambda x: apply(InPlace, x * 1), r"InPlace writes to its argument with aten\.mul_.*clone"),
-        (
-            lambda x: apply(Owner, x, nn.ReLU()),
-            r"Owner takes a ReLU, which the text of a program cannot hold",
-        ),
+        (lambda x: apply(Owner, x, nn.ReLU()), r"Owner takes a ReLU, which the text of a program cannot hold"),
         (WithOut.apply, r"WithOut writes to its argument with aten\.mul\.out"),
         (local().apply, r"local\.<locals>\.Local is an autograd function that no import finds: .* top level"),
     ],

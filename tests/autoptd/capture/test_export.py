@@ -37,15 +37,12 @@ def compiled(model: nn.Module, **options: Any) -> Program:
     return fold_constants(normalize(capture(model, mesh=MESH, **options)))
 
 
-def assert_same(
-    model: nn.Module, program: Program, inputs: dict[str, Tensor], loss: Tensor, rtol: float = 0
-) -> None:
+def assert_same(model: nn.Module, program: Program, inputs: dict[str, Tensor], loss: Tensor, rtol: float = 0) -> None:
     """Loss and every gradient of the program equal the model's own, bit for bit if no `rtol` is given."""
     model.zero_grad()
     loss.backward()
     weights = {
-        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        for name, tensor in model.named_parameters()
+        name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in model.named_parameters()
     }
     found = run_graph(program, weights, inputs)
     found.backward()
@@ -83,9 +80,7 @@ def test_model_is_left_unchanged() -> None:
     values = copy.deepcopy(model.state_dict())
     capture(model, mesh=MESH, example_inputs=batch("idx", "targets"))
     assert modes == [module.training for module in model.modules()]
-    assert before == {
-        name: (id(t), t._version, t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()
-    }
+    assert before == {name: (id(t), t._version, t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
     assert all(torch.equal(values[name], tensor) for name, tensor in model.state_dict().items())
     for name, module in model.named_modules():
         assert attributes[name] == {k: id(v) for k, v in vars(module).items()}, name
@@ -121,9 +116,7 @@ def test_tied_frozen_and_buffers() -> None:
     assert not parameters["transformer.wpe.weight"].requires_grad
     assert parameters["transformer.wte.weight"].requires_grad
     assert parameters["transformer.h.0.attn.bias"].kind == "buffer"
-    assert torch.equal(
-        program.buffers["transformer.h.0.attn.bias"], model.get_buffer("transformer.h.0.attn.bias")
-    )
+    assert torch.equal(program.buffers["transformer.h.0.attn.bias"], model.get_buffer("transformer.h.0.attn.bias"))
     inputs = batch("idx", "targets")
     assert_same(model, program, inputs, model(**inputs)[1])
 
@@ -165,9 +158,9 @@ def test_forms_of_loss(form: Callable[..., Any], kind: str, loss: str, fields: t
 
 
 def local_result(logits: Tensor, loss: Tensor) -> object:
-    return dataclasses.make_dataclass(
-        "Own", ("logits", "loss"), namespace={"__qualname__": "f.<locals>.Own"}
-    )(logits, loss)
+    return dataclasses.make_dataclass("Own", ("logits", "loss"), namespace={"__qualname__": "f.<locals>.Own"})(
+        logits, loss
+    )
 
 
 class LogitsOnly(nn.Module):
@@ -223,10 +216,7 @@ def test_graph_modules(make: str) -> None:
 
 def test_inputs_from_config_and_tables() -> None:
     program = capture(HUGGING_FACE["llama"](), mesh=MESH, microbatch_size=3)
-    assert [(i.name, i.shape) for i in program.inputs] == [
-        ("input_ids", (3, LENGTH)),
-        ("labels", (3, LENGTH)),
-    ]
+    assert [(i.name, i.shape) for i in program.inputs] == [("input_ids", (3, LENGTH)), ("labels", (3, LENGTH))]
     assert program.output.type == "transformers.modeling_outputs:CausalLMOutputWithPast"
     program = capture(PlainGPT(), mesh=MESH)
     assert [(i.name, i.shape) for i in program.inputs] == [("idx", (1, LENGTH)), ("targets", (1, LENGTH))]
@@ -298,9 +288,7 @@ class Enclosing(Head):
             return scale(plain(idx), times)
 
         self.embedding.forward = embed  # type: ignore[assignment]
-        self.tied: Callable[[Tensor], Tensor] = lambda x: functional.linear(
-            x, self.embedding.weight, self.head.bias
-        )
+        self.tied: Callable[[Tensor], Tensor] = lambda x: functional.linear(x, self.embedding.weight, self.head.bias)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Any:
         return functional.cross_entropy(self.tied(self.embedding(idx)).flatten(0, 1), targets.flatten())
@@ -381,9 +369,7 @@ class Routing(Head):
     """Numbers of tokens as a list, as experts are given their rows."""
 
     def forward(self, idx: Tensor, targets: Tensor) -> Any:
-        first, _ = idx.flatten().split(
-            [int(n) for n in torch.bincount(idx.flatten() % 2, minlength=2).tolist()]
-        )
+        first, _ = idx.flatten().split([int(n) for n in torch.bincount(idx.flatten() % 2, minlength=2).tolist()])
         return super().forward(idx, targets + 0 * first.sum())
 
 
@@ -434,12 +420,7 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
         ),
         (Counting(), {}, ValueError, ["test_export.py:", "'count'", "buffer", "outside forward"]),
         (Head(lambda logits, loss: logits), {}, ValueError, ["no scalar loss", "[2, 16, 61]", "loss_fn="]),
-        (
-            Head(lambda logits, loss: (logits, None)),
-            {},
-            ValueError,
-            ["tuple of", "NoneType None", "loss_fn="],
-        ),
+        (Head(lambda logits, loss: (logits, None)), {}, ValueError, ["tuple of", "NoneType None", "loss_fn="]),
         (Head(lambda logits, loss: loss.item()), {}, ValueError, ["no scalar loss"]),
         (Head(local_result), {}, ValueError, ["f.<locals>.Own", "within a function", "top level", "a dict"]),
         (Head(loss_only), {"names": ("idx", "target")}, ValueError, ["'target'", "did you mean 'targets'"]),
@@ -450,11 +431,7 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
     ],
 )
 def test_bad_input(
-    model: Any,
-    options: dict[str, Any],
-    error: type[Exception],
-    words: list[str],
-    capfd: pytest.CaptureFixture[str],
+    model: Any, options: dict[str, Any], error: type[Exception], words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = options.pop("names", ("idx", "targets"))
     with pytest.raises(error) as found:
@@ -469,11 +446,7 @@ class Mixture(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.table, self.head, self.router = (
-            nn.Embedding(VOCABULARY, 8),
-            nn.Linear(8, VOCABULARY),
-            nn.Linear(8, 3),
-        )
+        self.table, self.head, self.router = (nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), nn.Linear(8, 3))
         self.experts, self.way = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), way
         self.double()
 
@@ -573,9 +546,7 @@ def test_a_loss_that_forward_keeps_is_named() -> None:
             return self.last_loss if self.returns else self.head(self.embedding(idx))
 
     model, inputs = Keeping(loss_only), batch("idx", "targets")
-    with pytest.raises(
-        ValueError, match=r"no scalar loss.*Forward leaves a scalar in last_loss: return that"
-    ):
+    with pytest.raises(ValueError, match=r"no scalar loss.*Forward leaves a scalar in last_loss: return that"):
         compiled(model, example_inputs=inputs)
     model.returns = True
     assert_same(model, compiled(model, example_inputs=inputs), inputs, model(**inputs))
@@ -606,9 +577,7 @@ def test_a_cache_of_earlier_tokens_is_left_out() -> None:
             return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
     model, inputs = Caching(), batch("idx", "targets")
-    with pytest.raises(
-        ValueError, match=r"'cache'.*if it is a cache of earlier tokens, call forward without it"
-    ):
+    with pytest.raises(ValueError, match=r"'cache'.*if it is a cache of earlier tokens, call forward without it"):
         compiled(model, example_inputs={**inputs, "start": 0})
     assert_same(model, compiled(model, example_inputs=inputs), inputs, model(**inputs))
 
@@ -633,18 +602,12 @@ class Refused(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (
-            Refused(lambda _, x: x, sparse=True),
-            r"wte \(.*: an embedding with sparse=True .* leave sparse out",
-        ),
+        (Refused(lambda _, x: x, sparse=True), r"wte \(.*: an embedding with sparse=True .* leave sparse out"),
         (
             Refused(lambda _, x: x, scale_grad_by_freq=True),
             r"wte \(.*: an embedding with scale_grad_by_freq=True .* one microbatch at a time: leave it out",
         ),
-        (
-            Refused(lambda _, x: x, max_norm=1.0),
-            r"wte \(.*: forward writes to 'wte\.weight', a parameter or buffer",
-        ),
+        (Refused(lambda _, x: x, max_norm=1.0), r"wte \(.*: forward writes to 'wte\.weight', a parameter or buffer"),
         (
             Refused(lambda own, x: x + torch.randn(x.shape, generator=own.generator)),
             # The latter up to torch 2.12, which does not trace it.
@@ -686,9 +649,7 @@ class Refused(nn.Module):
         "vmap",
     ],
 )
-def test_values_that_a_program_cannot_hold_are_refused_with_their_place(
-    model: nn.Module, message: str
-) -> None:
+def test_values_that_a_program_cannot_hold_are_refused_with_their_place(model: nn.Module, message: str) -> None:
     example = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("idx", "targets")}
     with pytest.raises(ValueError, match=message):
         compiled(model, example_inputs=example)

@@ -38,9 +38,7 @@ def compile_tempered(**arguments: Any) -> tuple[Tempered, autoptd.CompiledProgra
     torch.manual_seed(0)
     model = Tempered()
     tokens = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("idx", "targets")}
-    program = autoptd.compile(
-        model, mesh=(1, 1, 1), num_microbatches=2, example_inputs={**tokens, **arguments}
-    )
+    program = autoptd.compile(model, mesh=(1, 1, 1), num_microbatches=2, example_inputs={**tokens, **arguments})
     return model, program
 
 
@@ -65,28 +63,18 @@ def test_a_call_may_repeat_them_or_leave_them_out() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("temperature", 2.0),
-        ("temperature", None),
-        ("mode", "plain"),
-        ("window", (0, 8)),
-        ("window", object()),
-    ],
+    [("temperature", 2.0), ("temperature", None), ("mode", "plain"), ("window", (0, 8)), ("window", object())],
 )
 def test_a_call_with_another_value_is_refused(name: str, value: Any) -> None:
     _, program = compile_tempered(**ARGUMENTS)
     parallel = program.bind()
     idx = torch.randint(40, (2, 8))
-    with pytest.raises(
-        ValueError, match=rf"argument {name} is .*, but the program was compiled with .*leave"
-    ):
+    with pytest.raises(ValueError, match=rf"argument {name} is .*, but the program was compiled with .*leave"):
         parallel(idx, idx, **{name: value})
 
 
 def test_arguments_that_json_cannot_hold_are_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"example input 'mode' is a builtins\.object, which JSON cannot hold"
-    ):
+    with pytest.raises(TypeError, match=r"example input 'mode' is a builtins\.object, which JSON cannot hold"):
         compile_tempered(mode=object())
 
 

@@ -110,9 +110,7 @@ def test_blocks_must_hide_what_the_mask_does(hidden: bool) -> None:
     if hidden:
         refuse(lambda q, k, v: flex_attention(q, k, v, block_mask=mask), "hide other keys than its mask_mod")
         return
-    attention = type(
-        "Given", (Attention,), {"attend": lambda _, q, k, v: flex_attention(q, k, v, block_mask=mask)}
-    )
+    attention = type("Given", (Attention,), {"attend": lambda _, q, k, v: flex_attention(q, k, v, block_mask=mask)})
     program = autoptd.compile(vary(attention)(), (1, 1, 1), example_inputs=make_inputs())
     assert any("2 sdpa causal" in line for line in program.log)
 

@@ -131,20 +131,8 @@ class Holding(Plain):
         self.entropy = random.SystemRandom()  # of no state
 
     def look(self) -> tuple[Any, ...]:
-        numbers = (
-            repr(self.state),
-            self.config.n,
-            self.rng.getstate(),
-            str(self.rngs["a"].bit_generator.state),
-        )
-        return (
-            *numbers,
-            *self.seen,
-            id(self.memory),
-            *map(id, self.memories),
-            id(self.last),
-            id(self.hidden),
-        )
+        numbers = (repr(self.state), self.config.n, self.rng.getstate(), str(self.rngs["a"].bit_generator.state))
+        return (*numbers, *self.seen, id(self.memory), *map(id, self.memories), id(self.last), id(self.hidden))
 
 
 def remember(model: Holding, x: Tensor) -> Tensor:
@@ -201,26 +189,14 @@ def read_constants(model: Holding, x: Tensor) -> Tensor:
     ("middle", "refusal", "warning"),
     [
         (remember, r"aten\.add\.Tensor \(test_side.*\) reads memory, which forward assigns", ""),
-        (
-            remember_in_a_list,
-            r"aten\.add\.Tensor \(test_side.*\) reads memories\[0\], which forward assigns",
-            "",
-        ),
-        (
-            remember_in_a_tuple,
-            r"aten\.add\.Tensor \(test_side.*\) reads hidden\[[01]\], which forward assigns",
-            "",
-        ),
+        (remember_in_a_list, r"aten\.add\.Tensor \(test_side.*\) reads memories\[0\], which forward assigns", ""),
+        (remember_in_a_tuple, r"aten\.add\.Tensor \(test_side.*\) reads hidden\[[01]\], which forward assigns", ""),
         (draw_of_its_own, "draws random numbers with the model's rng,", ""),
         (draw_of_its_own_numpy, r"draws random numbers with the model's rngs\['a'\],", ""),
         (count_in_a_dict, "", r"forward changes state\['n'\] from 0 to 1"),
         (count_deep, "", r"forward changes state\['deep'\]\['steps'\]\[0\] from 0 to 1"),
         (count_in_an_object, "", r"forward changes config\.n from 0 to 1"),
-        (
-            keep_to_look_at,
-            "",
-            r"forward leaves last, memories\[1\], state\['mean'\], different for each batch",
-        ),
+        (keep_to_look_at, "", r"forward leaves last, memories\[1\], state\['mean'\], different for each batch"),
         (read_constants, "", ""),
     ],
 )
@@ -321,9 +297,7 @@ def test_tensors_with_a_gradient_left_beside_the_loss_are_refused(
     middle: Callable[[Plain, Tensor], Tensor], place: str
 ) -> None:
     """As a balance of experts that the loop adds to the loss, or a hidden state that it looks at."""
-    with pytest.raises(
-        ValueError, match=f"forward leaves {place}, a tensor with a gradient that the loss does not"
-    ):
+    with pytest.raises(ValueError, match=f"forward leaves {place}, a tensor with a gradient that the loss does not"):
         compile_plain(Plain(middle))
     assert (LAST, BALANCES, Balance.kept) == (None, [], ())
 
@@ -403,13 +377,9 @@ def end(model: Plain, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("middle", [branch, scale, end])
-def test_an_evaluation_that_computes_something_else_is_said(
-    middle: Callable[[Plain, Tensor], Tensor],
-) -> None:
+def test_an_evaluation_that_computes_something_else_is_said(middle: Callable[[Plain, Tensor], Tensor]) -> None:
     """Verify compares with the training that the program has."""
-    with pytest.warns(
-        UserWarning, match=r"in evaluation the model computes something else, from .*test_side_eff"
-    ):
+    with pytest.warns(UserWarning, match=r"in evaluation the model computes something else, from .*test_side_eff"):
         program = compile_plain(Plain(middle).double(), (2, 1, 1))
     assert program.verify().passed
     assert any("in evaluation the model computes something else" in line for line in program.log)
@@ -452,8 +422,7 @@ def drop_attention(model: Plain, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "middle",
-    [lambda _, x: F.dropout(x, 0.3), lambda _, x: torch.dropout(x, p=0.3, train=True), drop_attention],
+    "middle", [lambda _, x: F.dropout(x, 0.3), lambda _, x: torch.dropout(x, p=0.3, train=True), drop_attention]
 )
 def test_dropout_in_evaluation_too_is_said(middle: Callable[[Plain, Tensor], Tensor]) -> None:
     line = "in evaluation the model applies dropout too, first at "
@@ -467,9 +436,7 @@ def test_dropout_in_evaluation_too_is_said(middle: Callable[[Plain, Tensor], Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_verify_recomputes_what_the_user_checkpoints(dtype: torch.dtype, reentrant: bool) -> None:
     def again(model: Plain, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(
-            lambda y: F.gelu(F.linear(y, model.head.weight)), x, use_reentrant=reentrant
-        )
+        result: Tensor = checkpoint(lambda y: F.gelu(F.linear(y, model.head.weight)), x, use_reentrant=reentrant)
         return result[..., :8]
 
     assert compile_plain(Plain(again).to(dtype)).verify().passed
@@ -499,9 +466,7 @@ def test_checkpoints_of_the_user_are_looked_through_and_said(outer: bool, inner:
 
     def nested(model: Plain, x: Tensor) -> Tensor:
         def again(y: Tensor) -> Tensor:
-            result: Tensor = checkpoint(
-                lambda z: F.gelu(F.linear(z, model.head.weight)), y, use_reentrant=inner
-            )
+            result: Tensor = checkpoint(lambda z: F.gelu(F.linear(z, model.head.weight)), y, use_reentrant=inner)
             return result.tanh()
 
         result: Tensor = checkpoint(again, x, use_reentrant=outer)
@@ -529,9 +494,7 @@ def test_checkpoints_that_lose_gradients_are_refused(reentrant: bool, trained: b
         return x * scale
 
     if reentrant and trained:
-        with pytest.raises(
-            ValueError, match=r"test_side_effects.py:\d+: .*no argument of this reentrant checkpoint"
-        ):
+        with pytest.raises(ValueError, match=r"test_side_effects.py:\d+: .*no argument of this reentrant checkpoint"):
             compile_plain(Plain(lose))
     else:
         assert compile_plain(Plain(lose)).verify().passed

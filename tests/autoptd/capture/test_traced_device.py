@@ -18,13 +18,9 @@ from samples.wild.flex import OnCuda, vary
 def test_a_forward_for_cuda_is_traced_and_verified(tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = vary(OnCuda)()
-    program = autoptd.compile(
-        model, (2, 1, 1), example_inputs=make_inputs(), device="cuda", num_microbatches=2
-    )
+    program = autoptd.compile(model, (2, 1, 1), example_inputs=make_inputs(), device="cuda", num_microbatches=2)
     assert program.verify().ok()
-    assert (
-        "bfloat16" in program.rank(0).code
-    )  # of the region of autocast, which a machine without CUDA leaves out
+    assert "bfloat16" in program.rank(0).code  # of the region of autocast, which a machine without CUDA leaves out
     program.save(tmp_path)
     assert autoptd.load(tmp_path).verify(model=model).ok()
 

@@ -145,10 +145,7 @@ def with_parameter(program: CompiledProgram, name: str, **fields: Any) -> dict[s
         return {**parameters, **({name: other} if name in parameters else {})}
 
     stages = tuple(replace(s, parameters=changed(s.parameters)) for s in program.stages)
-    return {
-        "manifest": replace(program.manifest, parameters=changed(program.manifest.parameters)),
-        "stages": stages,
-    }
+    return {"manifest": replace(program.manifest, parameters=changed(program.manifest.parameters)), "stages": stages}
 
 
 # What is right
@@ -171,10 +168,7 @@ def one_stage(program: Program) -> Manifest:
 
 
 # With 4 tensor ranks each has one head, and key-value heads are replicated.
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [*((n, 2) for n in MODELS), *((n, 4) for n in ("gpt2", "phi3", "falcon"))],
-)
+@pytest.mark.parametrize(("name", "tensor"), [*((n, 2) for n in MODELS), *((n, 4) for n in ("gpt2", "phi3", "falcon"))])
 def test_every_models_collectives_are_accepted_and_needed(name: str, tensor: int) -> None:
     program = prepare(build(name), tensor, tokens())
     manifest = one_stage(program)
@@ -268,9 +262,7 @@ COLLECTIVES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), COLLECTIVES, ids=[message[9:40] for _, message in COLLECTIVES]
-)
+@pytest.mark.parametrize(("change", "message"), COLLECTIVES, ids=[message[9:40] for _, message in COLLECTIVES])
 def test_a_wrong_collective_is_named(program: CompiledProgram, change: Change, message: str) -> None:
     assert refusal(program, stages=edit(program, 0, change)) == message
 
@@ -350,8 +342,7 @@ def test_an_edited_text_is_judged(program: CompiledProgram, old: str, new: str, 
 
 def test_a_marked_gradient_must_be_partial(program: CompiledProgram) -> None:
     message = refusal(
-        program,
-        **with_parameter(program, "h.1.ln_1.weight", placement=REPLICATED.with_partial_gradient("tensor")),
+        program, **with_parameter(program, "h.1.ln_1.weight", placement=REPLICATED.with_partial_gradient("tensor"))
     )
     assert message.startswith(
         "stage 1: h.1.ln_1.weight has a partial gradient in its placement, although every tensor rank has"
@@ -361,14 +352,8 @@ def test_a_marked_gradient_must_be_partial(program: CompiledProgram) -> None:
 @pytest.mark.parametrize(
     ("layout", "where"),
     [
-        (
-            "bsh",
-            "h.0.attn (gpt.py:N) takes rows 0 to 15 along dimension 2 of h0_attn_c_attn",
-        ),
-        (
-            "sbh",
-            "h.0.attn.c_attn (gpt.py:N) takes rows 0 to 15 along dimension 0 of h0_attn_c_attn_weight",
-        ),
+        ("bsh", "h.0.attn (gpt.py:N) takes rows 0 to 15 along dimension 2 of h0_attn_c_attn"),
+        ("sbh", "h.0.attn.c_attn (gpt.py:N) takes rows 0 to 15 along dimension 0 of h0_attn_c_attn_weight"),
     ],
 )
 def test_rows_that_no_two_ranks_share_are_refused(layout: str, where: str) -> None:
@@ -376,17 +361,13 @@ def test_rows_that_no_two_ranks_share_are_refused(layout: str, where: str) -> No
     unpacked = Placement(tensor=Shard(0, (Segment(1, 96, 1, True),)))
     changes = with_parameter(program, "h.0.attn.c_attn.weight", placement=unpacked)
     manifest = changes.pop("manifest")
-    other = with_parameter(
-        replace_manifest(program, manifest, **changes), "h.0.attn.c_attn.bias", placement=unpacked
-    )
+    other = with_parameter(replace_manifest(program, manifest, **changes), "h.0.attn.c_attn.bias", placement=unpacked)
     assert refusal(program, **other).startswith(
         f"stage 0: {where}, where a tensor rank holds 1 x 48 rows: these rows are other ones on each rank"
     )
 
 
-def replace_manifest(
-    program: CompiledProgram, manifest: Manifest, stages: tuple[Stage, ...]
-) -> CompiledProgram:
+def replace_manifest(program: CompiledProgram, manifest: Manifest, stages: tuple[Stage, ...]) -> CompiledProgram:
     return replace(program, manifest=manifest, stages=stages)
 
 
@@ -426,9 +407,7 @@ def test_a_wrong_placement_is_named(program: CompiledProgram) -> None:
 def test_a_missing_parameter_is_named(program: CompiledProgram) -> None:
     manifest = program.manifest
     names = tuple(name for name in manifest.stages[1].parameters if name != "ln_f.bias")
-    with pytest.raises(
-        ValueError, match=r'program_01\.py:\d+: .* p\["ln_f\.bias"\] is not a parameter, buffer or'
-    ):
+    with pytest.raises(ValueError, match=r'program_01\.py:\d+: .* p\["ln_f\.bias"\] is not a parameter, buffer or'):
         trace_program(program.texts, with_stage(manifest, 1, parameters=names), buffers=program.buffers)
     empty = (replace(program.stages[0], constants=fx.Graph()), *program.stages[1:])
     assert refusal(program, stages=empty) == (
@@ -446,26 +425,15 @@ def test_a_missing_parameter_is_named(program: CompiledProgram) -> None:
         ({"seed": 10**30}, f"seed is {10**30}; expected an integer of 64 bits"),
         ({"schedule": "x"}, "unknown schedule 'x'; did you mean"),
         ({"mesh": Mesh(0, 2, 1)}, "tensor of the mesh is 0; expected a positive integer"),
-        (
-            {"mesh": Mesh(2, 2, 1, (0, 1, 2, 2))},
-            r"ranks of the mesh are \(0, 1, 2, 2\); expected each of 0 to 3",
-        ),
+        ({"mesh": Mesh(2, 2, 1, (0, 1, 2, 2))}, r"ranks of the mesh are \(0, 1, 2, 2\); expected each of 0 to 3"),
         ({"inputs": ()}, "stage 0 takes the batch input idx; the batch has none"),
-        (
-            {"inputs": (Input("idx", (2, 16), torch.int64, 2),)},
-            r"idx has the shape \[2, 16\] .* dimension 2; exp",
-        ),
-        (
-            {"inputs": (Input("idx", (0, 16), torch.int64, 0),)},
-            r"idx has the shape \[0, 16\] .*sizes above 0",
-        ),
+        ({"inputs": (Input("idx", (2, 16), torch.int64, 2),)}, r"idx has the shape \[2, 16\] .* dimension 2; exp"),
+        ({"inputs": (Input("idx", (0, 16), torch.int64, 0),)}, r"idx has the shape \[0, 16\] .*sizes above 0"),
         ({"parameters": {}}, "stage 0 owns .*, which is not a parameter in the manifest"),
     ],
     ids=str,
 )
-def test_an_edited_manifest_is_refused_by_name(
-    program: CompiledProgram, change: dict[str, Any], message: str
-) -> None:
+def test_an_edited_manifest_is_refused_by_name(program: CompiledProgram, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ProgramError, match=f"{message}.*; correct it in the manifest, or save"):
         trace_program(program.texts, replace(program.manifest, **change), buffers=program.buffers)
 
@@ -501,9 +469,7 @@ def test_both_ends_of_a_boundary_must_agree(program: CompiledProgram) -> None:
         "stage 0 returns 1 values (h0_add_1); expected none"
     )
     unasked = with_stage(manifest, 1, receives=())
-    with pytest.raises(
-        ValueError, match=r"stage_1 takes \(rank, p, h0_add_1, targets\); expected 3 arguments"
-    ):
+    with pytest.raises(ValueError, match=r"stage_1 takes \(rank, p, h0_add_1, targets\); expected 3 arguments"):
         trace_program(program.texts, unasked, buffers=program.buffers)
 
 

@@ -126,9 +126,7 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compile_saves_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = (
-        "--mesh 1,2,2 --num-microbatches 4 --num-model-chunks 2 --recompute full --schedule interleaved_1f1b"
-    )
+    options = "--mesh 1,2,2 --num-microbatches 4 --num-model-chunks 2 --recompute full --schedule interleaved_1f1b"
     found = read_json(capsys, "compile", "small_models:make_small", "-o", tmp_path / "out", *options.split())
     program = autoptd.load(tmp_path / "out")
     assert found["mesh"] == [1, 2, 2] == list(program.overview.mesh)
@@ -141,20 +139,13 @@ def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, program = read_json(capsys, "inspect", folder), autoptd.load(folder)
     assert found["global_batch"] == 1 * 4 * 2
     assert found["world_size"] == 8
-    assert [stage["parameters"] for stage in found["stages"]] == [
-        s.parameters for s in program.overview.stages
-    ]
+    assert [stage["parameters"] for stage in found["stages"]] == [s.parameters for s in program.overview.stages]
     assert found["communication"]["tensor_forward"]["count"] == 9
     crossing = sum(len(stage.sends) for stage in program.manifest.stages)  # each [s, b, h] in float32, halved
-    assert found["communication"]["pipeline_forward"] == {
-        "count": crossing,
-        "bytes": crossing * 16 * 32 * 4 // 2,
-    }
+    assert found["communication"]["pipeline_forward"] == {"count": crossing, "bytes": crossing * 16 * 32 * 4 // 2}
     assert found["tied"][0]["pipeline_ranks"] == [0, 1]
     held = [program.rank(rank).parameters for rank in (0, 2)]  # pipeline ranks 0 and 1
-    sizes = [
-        sum(torch.Size(p.local_shape).numel() for n, p in own.items() if "arange" not in n) for own in held
-    ]
+    sizes = [sum(torch.Size(p.local_shape).numel() for n, p in own.items() if "arange" not in n) for own in held]
     assert found["communication"]["gradient_bytes"] == 4 * max(sizes)
     assert main(["inspect", str(folder)]) == 0
     shown = capsys.readouterr().out
@@ -204,14 +195,11 @@ def test_verify_builds_a_model_with_plain_tensors(tmp_path: Path, capsys: pytest
     """On the meta device they would have no values; a program cannot give them any, and says so."""
     name = "small_models:Scaled"
     ids = torch.zeros((1, 16), dtype=torch.long)
-    program = autoptd.compile(
-        make_model(name, "cpu"), (2, 1, 1), example_inputs={"idx": ids, "targets": ids.clone()}
-    )
+    program = autoptd.compile(make_model(name, "cpu"), (2, 1, 1), example_inputs={"idx": ids, "targets": ids.clone()})
     program.save(tmp_path / "scaled")
     assert read_json(capsys, "verify", tmp_path / "scaled", "--model", name)["passed"] is True
     with pytest.raises(
-        ValueError,
-        match=r"neither a parameter nor a buffer: .*, at .*small_models.py:\d+: .*Register it as a buffer",
+        ValueError, match=r"neither a parameter nor a buffer: .*, at .*small_models.py:\d+: .*Register it as a buffer"
     ):
         program.verify(model=make_model(name), weights="random")
 
@@ -285,25 +273,13 @@ def test_other_ranks_are_silent(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "inspect {folder}x",
-            "there is no folder {folder}x (did you mean {folder}?); give one of program.save",
-        ),
+        ("inspect {folder}x", "there is no folder {folder}x (did you mean {folder}?); give one of program.save"),
         ("simulate {folder} --cluster dgx-a10", "'dgx-a10' is not shipped (did you mean dgx-a100?)"),
         ("simulate {folder} --cluster dgx-a100 --dtype bf61", "dtype='bf61': expected one of"),
-        (
-            "simulate {folder} --cluster dgx-a100 --trace {folder}",
-            "{folder} is a folder: give a file to write",
-        ),
-        (
-            "simulate {folder} --cluster dgx-a100 --svg {folder}x/a.svg",
-            "{folder}x is not a folder: give a file",
-        ),
+        ("simulate {folder} --cluster dgx-a100 --trace {folder}", "{folder} is a folder: give a file to write"),
+        ("simulate {folder} --cluster dgx-a100 --svg {folder}x/a.svg", "{folder}x is not a folder: give a file"),
         ("report {folder} --cluster dgx-a100 -o {folder}x/a.html", "{folder}x is not a folder: give a file"),
-        (
-            "simulate {folder} --cluster dgx-a100 --trace a.gz --svg ./a.gz",
-            "a.gz is given twice: give each file",
-        ),
+        ("simulate {folder} --cluster dgx-a100 --trace a.gz --svg ./a.gz", "a.gz is given twice: give each file"),
         ("simulate {folder} --cluster dgx-a100 --zero 3", "zero=3: expected 0 or 1"),
         ("verify {folder} --model small_models:make_smal", "no 'make_smal' (did you mean make_small?)"),
         ("verify {folder} --model small_models:SIZES", "returned a GPTConfig; expected an nn.Module"),
@@ -311,14 +287,8 @@ def test_other_ranks_are_silent(
         ("verify {folder} --model small_models", "'small_models': expected module:callable"),
         ("verify {folder} --model samples.gtp:GPT", "no module 'samples.gtp' (did you mean samples.gpt?)"),
         *(
-            (
-                f"plan samples.gpt:make_model --world-size 8 --global-batch 8 --cluster dgx-a100 --top {top}",
-                said,
-            )
-            for top, said in (
-                (0, "--top is 0: expected a positive"),
-                (-1, "--top is -1: expected a positive"),
-            )
+            (f"plan samples.gpt:make_model --world-size 8 --global-batch 8 --cluster dgx-a100 --top {top}", said)
+            for top, said in ((0, "--top is 0: expected a positive"), (-1, "--top is -1: expected a positive"))
         ),
         (
             "plan samples.gpt:make_model --world-size 8 --global-batch 8 --cluster dgx-a100 --schedule=",
@@ -336,15 +306,9 @@ def test_other_ranks_are_silent(
         ("calibrate -o " + "n" * 300 + ".toml", "File name too long: 'nnn"),
         ("compile samples.gpt:make_model --mesh 1,1 -o {folder}", "mesh is (1, 1)"),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --recompute ful", "recompute is 'ful'"),
-        (
-            "compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --recompute ²",
-            "recompute is '²'; expected",
-        ),
+        ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --recompute ²", "recompute is '²'; expected"),
         ("compile samples.gpt:make_model --mesh 1,1,1 -o {folder} --schedule 1f2b", "did you mean '1f1b'?"),
-        (
-            "compile samples.gpt:make_model --mesh auto -o {folder}",
-            "needs world_size=, global_batch=, cluster=",
-        ),
+        ("compile samples.gpt:make_model --mesh auto -o {folder}", "needs world_size=, global_batch=, cluster="),
     ],
 )
 def test_bad_commands_exit_with_1_and_a_message(
@@ -381,17 +345,12 @@ def test_the_help_of_a_plan_says_what_it_takes(capsys: pytest.CaptureFixture[str
     ("words", "message"),
     [
         ("simulte", "(did you mean simulate?)"),
-        (
-            "simulate out --clster dgx-a100",
-            "required: --cluster; --clster is unknown (did you mean --cluster?)",
-        ),
+        ("simulate out --clster dgx-a100", "required: --cluster; --clster is unknown (did you mean --cluster?)"),
         ("report out --cluster dgx-a100 --dtyp=bf16", "--dtyp is unknown (did you mean --dtype?)"),
         ("compile a:b --mesh 2,x,2 -o out", "argument --mesh: '2,x,2': expected tensor,pipeline,data"),
     ],
 )
-def test_a_wrong_command_line_is_refused(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(words.split())
     assert message in capsys.readouterr().err
@@ -400,17 +359,11 @@ def test_a_wrong_command_line_is_refused(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "import no_such_library",
-            "ModuleNotFoundError: No module named 'no_such_library', at {file}:1: import",
-        ),
+        ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library', at {file}:1: import"),
         ("def make(:", "SyntaxError: invalid syntax (broken_models.py, line 1); correct it"),
         ("sizes = 1 / 0", "ZeroDivisionError: division by zero, at {file}:1: sizes = 1 / 0; correct it"),
         ("def make():\n    raise KeyError('n_layer')", "KeyError: 'n_layer', at {file}:2: raise KeyError"),
-        (
-            "import json\ndef make():\n    json.loads('')",
-            "Expecting value: line 1 column 1 (char 0), at {file}:3",
-        ),
+        ("import json\ndef make():\n    json.loads('')", "Expecting value: line 1 column 1 (char 0), at {file}:3"),
     ],
 )
 def test_an_error_of_the_users_own_file_is_said_with_its_place(

@@ -65,10 +65,7 @@ LOSSES: dict[str, tuple[Loss, tuple[int | None, int]]] = {
     "written out": (write_out, (None, 0)),
     "sum by its count": (lambda x, y: mean(x, y, reduction="sum") / (y != -100).sum(), (None, 0)),
     "sum by at least one": (lambda x, y: mean(x, y, reduction="sum") / (y > 0).sum().clamp(min=1), (None, 0)),
-    "sum times one by its count": (
-        lambda x, y: mean(x, y, reduction="sum") * (1 / (y != -100).sum()),
-        (None, 0),
-    ),
+    "sum times one by its count": (lambda x, y: mean(x, y, reduction="sum") * (1 / (y != -100).sum()), (None, 0)),
     "of samples' means": (mean_of_samples, (None, 0)),
     "of all elements": (lambda x, y: x.square().sum(), (None, 0)),
     "of all labels": (lambda x, y: mean(x, y, reduction="none").sum(), (None, 0)),
@@ -138,9 +135,7 @@ def test_labels_weigh_where_their_mean_is_the_whole_loss() -> None:
         assert manifest.inputs[1].ignore_index == -100
         assert manifest.weighing_labels is None
         batch = {"ids": torch.zeros(2, LENGTH), "labels": torch.tensor([[-100, 1, 1, 1, 1, 1], [1] * 6])}
-        assert "labels other than -100: 5, 6. The model's loss has other parts" in unequal_counts(
-            manifest, batch
-        )
+        assert "labels other than -100: 5, 6. The model's loss has other parts" in unequal_counts(manifest, batch)
 
 
 @pytest.mark.parametrize("name", ["padding", "shifted", "likelihood"])
@@ -195,9 +190,7 @@ MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "of weights that may": lambda x, y, w: (each(x, y) * w).sum(),
     "of shares": lambda x, y, w: (each(x, y) / y.numel()).sum(),
     "by other names": lambda x, y, w: torch.divide(each(x, y).sum(), y.numel()).multiply(0.5).negative(),
-    "of weighted losses": lambda x, y, w: (
-        torch.stack([mean(x, y), x.square().mean()]) @ torch.tensor([1, 0.1])
-    ),
+    "of weighted losses": lambda x, y, w: torch.stack([mean(x, y), x.square().mean()]) @ torch.tensor([1, 0.1]),
     "of shares multiplied": lambda x, y, w: (each(x, y) * (1 / y.numel())).sum(),
     "of shares of parts": lambda x, y, w: (each(x, y) * (1 / y.numel() / 15)).sum(),
     "of shares, rounded": lambda x, y, w: (each(x, y) / (y.numel() / 47 * 47)).sum(),
@@ -249,9 +242,7 @@ def test_a_mean_is_not_taken_for_a_sum(name: str, size: int, mesh: tuple[int, in
         lambda x, y, w: ((x / 3) @ torch.ones(VOCABULARY, 2)).square().sum(),
     ],
 )
-def test_a_sum_is_said(
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int, mesh: tuple[int, int, int]
-) -> None:
+def test_a_sum_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int, mesh: tuple[int, int, int]) -> None:
     assert find_warnings(loss, size, mesh) == ["the loss is a sum over its batch"]
 
 
@@ -290,9 +281,7 @@ def test_a_factor_is_not_taken_for_a_count(
     ],
 )
 @pytest.mark.parametrize("mesh", [MANY, slow(ONE)])
-def test_a_count_is_said(
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor], mesh: tuple[int, int, int]
-) -> None:
+def test_a_count_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor], mesh: tuple[int, int, int]) -> None:
     assert find_warnings(loss, 2, mesh) == ["w reaches the loss changed"]
 
 
@@ -324,15 +313,11 @@ def contrast_both(x: Tensor) -> Tensor:
         (lambda x, y, w: pool(x, y).square().mean(), False),
     ],
 )
-def test_contrasts_are_said(
-    loss: Callable[[Tensor, Tensor, Tensor], Tensor], compares: bool, size: int
-) -> None:
+def test_contrasts_are_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor], compares: bool, size: int) -> None:
     """Also where pooling by advanced indices hides the batch, and where a microbatch is one sequence."""
     said = [text for text in find_warnings(loss, size, ONE) if "labels reaches" not in text]
     assert len(said) == compares
-    assert all(
-        re.match(r"aten\.\S+ \(test_labels\.py:\d+\) compares the sequences of a microbatch", x) for x in said
-    )
+    assert all(re.match(r"aten\.\S+ \(test_labels\.py:\d+\) compares the sequences of a microbatch", x) for x in said)
 
 
 def sort_back(x: Tensor) -> Tensor:

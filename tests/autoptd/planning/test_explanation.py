@@ -17,9 +17,7 @@ from autoptd.runtime.program.mesh import Mesh
 from samples.gpt import GPT, GPTConfig
 from tests.models import MIDDLE, tiny
 
-compile_gpt = partial(
-    tiny, config=MIDDLE, dtype=torch.bfloat16, device="meta", microbatch_size=2, num_microbatches=4
-)
+compile_gpt = partial(tiny, config=MIDDLE, dtype=torch.bfloat16, device="meta", microbatch_size=2, num_microbatches=4)
 
 
 def test_the_explanation_agrees_with_the_simulation() -> None:
@@ -102,9 +100,7 @@ def test_impossible_changes_name_the_reason() -> None:
 
 def test_estimates_of_ranks_in_another_order_are_refused() -> None:
     explained = compile_gpt(Mesh(1, 2, 2, (0, 2, 1, 3))).explain()
-    assert "with other settings: not estimated, because estimates are for ranks in the default order" in str(
-        explained
-    )
+    assert "with other settings: not estimated, because estimates are for ranks in the default order" in str(explained)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +173,5 @@ def test_parameters_are_counted_without_buffers() -> None:
             return (super().forward(x) * self.scale).mean()
 
     example = {"x": torch.ones(2, 8)}
-    programs = [
-        autoptd.compile(Scaled(buffer=buffer), (1, 1, 1), example_inputs=example) for buffer in (True, False)
-    ]
+    programs = [autoptd.compile(Scaled(buffer=buffer), (1, 1, 1), example_inputs=example) for buffer in (True, False)]
     assert autoptd.diff(*programs).rows["parameters on pipeline rank 0"] == (72, 80)

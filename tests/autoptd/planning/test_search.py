@@ -140,13 +140,7 @@ def test_several_chunks_are_planned_as_they_are_cut() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(16000, 256, 16, 8, 512)).bfloat16()
     cluster = replace(SELENE, devices_per_node=1, nics_per_node=1)
-    size: Any = {
-        "world_size": 8,
-        "global_batch": 64,
-        "cluster": cluster,
-        "microbatch_size": 4,
-        "recompute": "none",
-    }
+    size: Any = {"world_size": 8, "global_batch": 64, "cluster": cluster, "microbatch_size": 4, "recompute": "none"}
     plans = [own for own in autoptd.plan(model, **size) if own.simulated and own.num_model_chunks > 1]
     assert len(plans) > 1
     for own in plans[:2]:
@@ -268,9 +262,7 @@ def test_buffers_take_their_own_bytes(dtype: torch.dtype) -> None:
     weights = sum(parameter.numel() for parameter in model.parameters())
     narrow = program.simulate(SELENE, "bf16")
     assert narrow.held_bytes["parameters"] == 2 * weights + sum(held.values()) - dtype.itemsize * weights
-    estimate = Estimator(model, SELENE, 1, example_inputs=given).estimate(
-        Candidate(1, 1, 1, 2, 1, 1, "none", "1f1b")
-    )
+    estimate = Estimator(model, SELENE, 1, example_inputs=given).estimate(Candidate(1, 1, 1, 2, 1, 1, "none", "1f1b"))
     assert estimate.memory_bytes == simulated.memory_bytes
 
 
@@ -306,12 +298,7 @@ MEASURED = replace(LAPTOP, devices_per_node=2, network=LAPTOP.node)  # as `calib
 
 @pytest.mark.parametrize(
     ("cluster", "name", "v"),
-    [
-        (SELENE, "interleaved_1f1b", 1),
-        (SELENE, "interleaved_1f1b", 2),
-        (SELENE, "gpipe", 1),
-        (LAPTOP, "1f1b", 1),
-    ],
+    [(SELENE, "interleaved_1f1b", 1), (SELENE, "interleaved_1f1b", 2), (SELENE, "gpipe", 1), (LAPTOP, "1f1b", 1)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: str, v: int) -> None:
@@ -330,9 +317,7 @@ def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: 
 
 
 def test_more_processes_than_cores_are_refused() -> None:
-    message = (
-        "4 processes on the 2 cores of laptop CPU: expected at most one process a core; choose a smaller mesh"
-    )
+    message = "4 processes on the 2 cores of laptop CPU: expected at most one process a core; choose a smaller mesh"
     with pytest.raises(ValueError, match=message):
         autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=MEASURED)
 
@@ -409,13 +394,9 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_bytes_that_are_missing() 
     held, over = (int(word.replace(",", "")) for word in re.findall(r"\d[\d,]{3,}", message)[:2])
     assert "pipeline rank" in message
     assert held - over == 1_000_000
-    assert message.endswith(
-        "use more devices, or devices with more memory, or zero=1 (parallel.shard_optimizer)"
-    )
+    assert message.endswith("use more devices, or devices with more memory, or zero=1 (parallel.shard_optimizer)")
     fixed: Any = {"microbatch_size": 2, "recompute": "none", "zero": 1, "cluster": with_memory(1e6)}
-    with pytest.raises(
-        ValueError, match=r'devices with more memory, or a smaller microbatch, or recompute="full"$'
-    ):
+    with pytest.raises(ValueError, match=r'devices with more memory, or a smaller microbatch, or recompute="full"$'):
         autoptd.plan(make_gpt(), world_size=4, global_batch=4, **fixed)
     estimator, space = Estimator(make_gpt(), SELENE, 4), Space(4, 4, SELENE)
     row = estimator.measure(1, 1, "none")

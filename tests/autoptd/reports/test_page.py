@@ -59,9 +59,7 @@ def read(page: Path) -> Elements:
 
 
 def unpack(page: Path, name: str) -> Any:
-    found = re.search(
-        rf'<script type="text/plain" id="{name}">(.*?)</script>', page.read_text(encoding="utf-8")
-    )
+    found = re.search(rf'<script type="text/plain" id="{name}">(.*?)</script>', page.read_text(encoding="utf-8"))
     assert found is not None
     return json.loads(zlib.decompress(base64.b64decode(found[1])))
 
@@ -140,9 +138,7 @@ def test_a_users_names_are_no_markup(program: CompiledProgram, tmp_path: Path) -
     bad = '<script>alert("1")</script>&amp;'
     first = replace(program.overview.stages[0], first=bad)
     tied = replace(program.overview.tied[0], name=bad)
-    hurt = replace(
-        program.overview, title=bad, log=(bad,), tied=(tied,), stages=(first, *program.overview.stages[1:])
-    )
+    hurt = replace(program.overview, title=bad, log=(bad,), tied=(tied,), stages=(first, *program.overview.stages[1:]))
     explained = replace(program.explain("dgx-a100"), modules=bad)
     write_page(tmp_path / "page.html", hurt, explained.simulation, explained.lines, [f"# {bad}"])
     elements = read(tmp_path / "page.html")
@@ -164,9 +160,7 @@ def test_64_ranks_stay_small(program: CompiledProgram, tmp_path: Path) -> None:
         memory_bytes=(7 * 10**9,) * 64,
     )
     texts = [f"# rank {rank}\n{program.texts[0]}" for rank in range(64)]
-    write_page(
-        tmp_path / "page.html", program.overview, wide, replace(explained, simulation=wide).lines, texts
-    )
+    write_page(tmp_path / "page.html", program.overview, wide, replace(explained, simulation=wide).lines, texts)
     assert (tmp_path / "page.html").stat().st_size < 600_000
 
 

@@ -102,23 +102,14 @@ def test_gradients_summed_over_tensor_ranks_are_named() -> None:
             parameters[name], placement=parameters[name].placement.with_partial_gradient("tensor")
         )
     text = summarize(
-        Overview.of(
-            replace(program.manifest, parameters=parameters), program.stages, program.schedule, (), ""
-        )
+        Overview.of(replace(program.manifest, parameters=parameters), program.stages, program.schedule, (), "")
     )
     assert "once a step: the gradients of wte.weight, wpe.weight, h.0.ln_1.weight and 2 more" in text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (94.58, "94.6 s"),
-        (1234.5, "1,234 s"),
-        (0.0307, "30.7 ms"),
-        (0.622, "622 ms"),
-        (4.6e-5, "46 µs"),
-        (0, "0 µs"),
-    ],
+    [(94.58, "94.6 s"), (1234.5, "1,234 s"), (0.0307, "30.7 ms"), (0.622, "622 ms"), (4.6e-5, "46 µs"), (0, "0 µs")],
 )
 def test_seconds_are_written_in_three_digits(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

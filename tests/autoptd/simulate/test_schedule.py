@@ -32,8 +32,7 @@ def test_bubble_is_the_closed_form(p: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "v", "percent"),
-    [(8, 16, 1, 43.75), (8, 16, 4, 10.9375), (16, 32, 1, 46.875), (16, 32, 2, 23.4375)],
+    ("p", "m", "v", "percent"), [(8, 16, 1, 43.75), (8, 16, 4, 10.9375), (16, 32, 1, 46.875), (16, 32, 2, 23.4375)]
 )
 def test_worked_examples(p: int, m: int, v: int, percent: float) -> None:
     result = simulate_schedule("interleaved_1f1b", p=p, m=m, v=v, forward_seconds=0.1, backward_seconds=0.2)
@@ -44,9 +43,7 @@ def test_transfers_delay_plain_1f1b() -> None:
     """p=8, m=24: a message's time is on the critical path 54 times, whatever it is."""
 
     def simulate(transfer: Fraction) -> SimulatedStep:
-        return simulate_schedule(
-            "1f1b", p=8, m=24, forward_seconds=1, backward_seconds=2, transfer_seconds=transfer
-        )
+        return simulate_schedule("1f1b", p=8, m=24, forward_seconds=1, backward_seconds=2, transfer_seconds=transfer)
 
     for transfer in (Fraction(1, 8), Fraction(1, 64)):
         assert simulate(transfer).step_seconds - simulate(Fraction(0)).step_seconds == 54 * transfer
@@ -67,9 +64,7 @@ def test_timeline_has_every_action_of_the_schedule_in_order() -> None:
     for rank, (entries, actions) in enumerate(zip(result.timeline, schedule, strict=True)):
         assert [entry.action for entry in entries] == [a for a in actions if a.kind.computes]
         assert {entry.rank for entry in entries} == {rank}
-        assert all(
-            entry.end - entry.start == (1 if entry.action.kind is Kind.FORWARD else 2) for entry in entries
-        )
+        assert all(entry.end - entry.start == (1 if entry.action.kind is Kind.FORWARD else 2) for entry in entries)
         assert all(one.end <= other.start for one, other in pairwise(entries))
     assert result.step_seconds == max(entries[-1].end for entries in result.timeline)
 
@@ -103,9 +98,7 @@ def test_an_unknown_schedule(name: str, nearest: str) -> None:
         simulate_schedule(name, p=4, m=8, forward_seconds=1, backward_seconds=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("v", 0), ("p", "2"), ("p", 2.0), ("p", True), ("m", 4.0), ("v", None)]
-)
+@pytest.mark.parametrize(("name", "count"), [("v", 0), ("p", "2"), ("p", 2.0), ("p", True), ("m", 4.0), ("v", None)])
 def test_counts_that_cannot_be(name: str, count: Any) -> None:
     given: Any = {"p": 2, "m": 2, "forward_seconds": 1, "backward_seconds": 1, name: count}
     with pytest.raises(ValueError, match=f"{name} is {count!r}; expected a positive integer"):

@@ -140,9 +140,7 @@ def test_the_bubble_is_the_closed_form_for_even_stages(p: int, v: int, m: int) -
 def test_a_blocking_sender_waits_for_its_message() -> None:
     """Two ranks, 1F1B: either sends once a microbatch, so the period is tf + tb + the message's time."""
     m, forward, backward, message = 12, 3, 5, 2
-    taken = dict(zip(COMPUTING, (forward, backward), strict=True)) | {
-        kind.send: message for kind in COMPUTING
-    }
+    taken = dict(zip(COMPUTING, (forward, backward), strict=True)) | {kind.send: message for kind in COMPUTING}
     order = walking_order(make_schedule("1f1b", 2, m, 1))
 
     def step(blocking: bool) -> float:
@@ -167,9 +165,7 @@ def test_an_all_reduce_is_exposed_as_far_as_it_is_longer_than_what_is_beside_it(
     trained = find_trained(stage)
     works = [backward_work(n, trained) for n in stage.graph.nodes if n.target in collectives.COPIED]
     sums = [SELENE.all_reduce_seconds(work.reduced, range(2)) for work in works]
-    meanwhile = [
-        SELENE.device.seconds(work.overlapped, "bf16") for work in works if work.overlapped is not None
-    ]
+    meanwhile = [SELENE.device.seconds(work.overlapped, "bf16") for work in works if work.overlapped is not None]
     assert len(works) == len(meanwhile) == 2 * LAYERS + 1
     hidden = 2 * sum(map(min, sums, meanwhile))
     assert 0 < hidden < after.breakdown["tensor"]
@@ -184,14 +180,10 @@ def test_an_all_reduce_is_exposed_as_far_as_it_is_longer_than_what_is_beside_it(
 def test_scatter_gather_sends_less() -> None:
     def longest(scatter_gather: bool) -> float:
         model = make_gpt(MIDDLE, torch.bfloat16, device="meta")
-        program = autoptd.compile(
-            model, (4, 2, 1), microbatch_size=B, scatter_gather=scatter_gather, cluster=slow
-        )
+        program = autoptd.compile(model, (4, 2, 1), microbatch_size=B, scatter_gather=scatter_gather, cluster=slow)
         assert max(len(stage.sends) for stage in program.manifest.stages) == 1
         simulated = program.simulate(nodes_of_four)
-        return max(
-            e.end - e.start for row in simulated.timeline for e in row if e.action.kind is Kind.SEND_OUTPUT
-        )
+        return max(e.end - e.start for row in simulated.timeline for e in row if e.action.kind is Kind.SEND_OUTPUT)
 
     nodes_of_four = replace(SELENE, devices_per_node=4)
     # Where messages take long, stages end where one value lives.
@@ -256,17 +248,12 @@ def test_more_processes_than_cores_are_refused() -> None:
     measured = replace(laptop, devices_per_node=2, network=laptop.node)  # as `calibrate` describes two cores
     for mesh in ((2, 1, 1), (1, 2, 1)):
         assert compile_gpt(mesh).simulate(measured).step_seconds > 0
-    with pytest.raises(
-        ValueError, match="4 processes on the 2 cores of laptop CPU: expected at most one process"
-    ):
+    with pytest.raises(ValueError, match="4 processes on the 2 cores of laptop CPU: expected at most one process"):
         compile_gpt((2, 2, 1)).simulate(measured)
 
 
 def kept(program: autoptd.CompiledProgram) -> list[int]:
-    return [
-        count_bytes(Ledger(stage, program.mesh).kept(recomputed_groups(stage.graph)))
-        for stage in program.stages
-    ]
+    return [count_bytes(Ledger(stage, program.mesh).kept(recomputed_groups(stage.graph))) for stage in program.stages]
 
 
 def differentiated(program: autoptd.CompiledProgram, index: int) -> list[int]:
@@ -277,9 +264,7 @@ def differentiated(program: autoptd.CompiledProgram, index: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("few", "dtype", "wide"),
-    [(1 << 20, torch.float32, 2), (-1, torch.float32, 0), (-1, torch.bfloat16, 1)],
-    ids=str,
+    ("few", "dtype", "wide"), [(1 << 20, torch.float32, 2), (-1, torch.float32, 0), (-1, torch.bfloat16, 1)], ids=str
 )
 def test_gradients_live_beside_what_is_kept(
     few: int, dtype: torch.dtype, wide: int, monkeypatch: pytest.MonkeyPatch
@@ -288,9 +273,7 @@ def test_gradients_live_beside_what_is_kept(
     monkeypatch.setattr("autoptd.runtime.kernels.vocabulary.FEW", few)
     program = compile_tiny((1, 1, 1), MIDDLE, dtype, "meta", microbatch_size=B)
     item = dtype.itemsize
-    logits, table, last = (
-        item * x for x in (B * LENGTH * VOCABULARY, VOCABULARY * HIDDEN, B * LENGTH * HIDDEN)
-    )
+    logits, table, last = (item * x for x in (B * LENGTH * VOCABULARY, VOCABULARY * HIDDEN, B * LENGTH * HIDDEN))
     *_, head, loss = (size for size in differentiated(program, 0) if size not in (0, last, 2 * last))
     assert loss == wide * logits + item
     assert head == table + last + (logits if wide else 0)
@@ -339,9 +322,7 @@ def working(program: autoptd.CompiledProgram, index: int) -> int:
     ],
     ids=str,
 )
-def test_slots_with_graphs_hold_their_memory_all_the_time(
-    mesh: tuple[int, int, int], options: dict[str, Any]
-) -> None:
+def test_slots_with_graphs_hold_their_memory_all_the_time(mesh: tuple[int, int, int], options: dict[str, Any]) -> None:
     program, p = compile_gpt(mesh, **options), mesh[1]
     device = replace(SELENE.device, graphed_launch_seconds=1e-6)
     plain, graphed = (program.simulate(replace(SELENE, device=one)) for one in (SELENE.device, device))
@@ -429,10 +410,7 @@ def test_under_autocast_products_are_computed_in_its_dtype() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("dgx-h100", "fp8"),
-            "dtype='fp8': its weights and activations would not be stored in it; expected one",
-        ),
+        (("dgx-h100", "fp8"), "dtype='fp8': its weights and activations would not be stored in it; expected one"),
         (("dgx-a100", "bf61"), "dtype='bf61': expected one of fp64, fp32"),
         (("dgx-1-v100", "bf16"), "V100-SXM2-32GB has no bf16: expected one of fp16, fp32, fp64"),
         (("dgx-a100", ["bf16"]), "dtype=['bf16']: expected one of fp64, fp32"),
@@ -451,13 +429,7 @@ def test_zero_has_one_stage_here(zero: Any) -> None:
         Training(zero=zero)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("overlap", "no"),
-        ("wide_gradients", "off"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("overlap", "no"), ("wide_gradients", "off")])
 def test_how_a_step_is_run_is_true_or_false(name: str, value: Any) -> None:
     """A text is neither, whatever it says."""
     with pytest.raises(ValueError, match=f"{name} is {value!r}; expected True or False"):
@@ -510,8 +482,7 @@ def test_a_picture_of_a_long_step_stays_small(tmp_path: Path) -> None:
     paths = [e for e in ElementTree.parse(tmp_path / "step.svg").iter() if e.tag.endswith("path")]
     (forward, _), (backward, _) = box_colours(1)
     fills = {
-        "".join(f"{min(255, 8 * round(part / 8)):02x}" for part in bytes.fromhex(c[1:]))
-        for c in (forward, backward)
+        "".join(f"{min(255, 8 * round(part / 8)):02x}" for part in bytes.fromhex(c[1:])) for c in (forward, backward)
     }
     assert {path.attrib["fill"][1:] for path in paths} >= fills
     area = sum(float(w) for path in paths for w in re.findall(r"h(\d+)v", path.attrib["d"]))
@@ -528,9 +499,7 @@ def test_files_to_look_at(tmp_path: Path) -> None:
     assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(simulated.step_seconds * 1e6)
     names = [str(action) for row in program.schedule for action in row if action.kind.computes]
     assert sorted(e["name"] for e in spans if e["tid"] == e["pid"]) == sorted(names)
-    assert sorted(e["name"] for e in spans if e["tid"] // 2 == 3) == 2 * ["optimizer"] + 2 * [
-        "sums of gradients"
-    ]
+    assert sorted(e["name"] for e in spans if e["tid"] // 2 == 3) == 2 * ["optimizer"] + 2 * ["sums of gradients"]
     simulated.save_svg(tmp_path / "step.svg")
     picture = ElementTree.parse(tmp_path / "step.svg").getroot()
     assert picture.tag.endswith("svg")

@@ -39,9 +39,7 @@ def sample(batch: int = 2, layers: int = 3, dropout: float = 0.0) -> tuple[nn.Mo
 def gpt2(batch: int = 2, layers: int = 3, **sizes: Any) -> tuple[nn.Module, dict[str, Any]]:
     """Hugging Face's, without dropout."""
     sizes = {"vocab_size": 64, "n_positions": LENGTH, "n_embd": 32, "n_head": 4, "n_layer": layers} | sizes
-    config = transformers.GPT2Config(
-        **sizes, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
+    config = transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
     ids = torch.zeros(batch, config.n_positions, dtype=torch.long)
@@ -100,12 +98,7 @@ def test_parameters_are_equation_2_and_a_final_norm(build: Any, mesh: Any) -> No
         ("full", (4, 2, 3)),
         *(
             pytest.param(*way, marks=pytest.mark.slow)
-            for way in [
-                ("full", (2, 1, 1)),
-                ("none", (4, 2, 3)),
-                ("none", (1, 1, 1)),
-                ("full", (1, 1, 1)),
-            ]
+            for way in [("full", (2, 1, 1)), ("none", (4, 2, 3)), ("none", (1, 1, 1)), ("full", (1, 1, 1))]
         ),
     ],
     ids=str,
@@ -167,9 +160,7 @@ def test_grouped_queries_and_gated_widths_have_symbols() -> None:
     g = symbol("g")
     cost = compile_model(hugging_face("llama")).cost
     layer = 2 * h**2 + 2 * h**2 * g / a + 3 * f * h + 2 * h
-    assert is_zero(cost.parameters - l * layer - 2 * V * h - h) or is_zero(
-        cost.parameters - l * layer - V * h - h
-    )
+    assert is_zero(cost.parameters - l * layer - 2 * V * h - h) or is_zero(cost.parameters - l * layer - V * h - h)
     assert cost.values[g] < cost.values[a]
 
 
@@ -237,10 +228,7 @@ def test_saved_activations_are_the_ledgers(name: str, recompute: str) -> None:
 def test_a_boundary_is_kept_as_it_is_received(recompute: str) -> None:
     """Halves of a rotary table have gaps where they are made, and none once they were sent."""
     program = compile_model(MODELS["llama, grouped queries"](), (2, 2, 1), recompute=recompute)
-    kept = [
-        count_bytes(Ledger(stage, program.mesh).kept(recomputed_groups(stage.graph)))
-        for stage in program.stages
-    ]
+    kept = [count_bytes(Ledger(stage, program.mesh).kept(recomputed_groups(stage.graph))) for stage in program.stages]
     assert [program.cost.evaluate(stage.saved) for stage in program.cost.stages] == kept
     for stage, interface in zip(program.stages, program.manifest.stages, strict=True):
         given = [node for node in stage.graph.nodes if info(node).role == "boundary"]
@@ -251,9 +239,7 @@ def test_a_boundary_is_kept_as_it_is_received(recompute: str) -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_program_tells_the_cost_of_others(recompute: str) -> None:
     """Two sequences and three layers, evaluated for four and five."""
-    cost, other = (
-        compile_model(sample(*sizes, dropout=0.1), recompute=recompute).cost for sizes in ((2, 3), (4, 5))
-    )
+    cost, other = (compile_model(sample(*sizes, dropout=0.1), recompute=recompute).cost for sizes in ((2, 3), (4, 5)))
     for name in ("forward", "backward", "recomputed", "scores_again", "elementwise", "moved", "saved"):
         found = cost.evaluate(getattr(cost.model, name), b=4, l=5)
         assert found == other.evaluate(getattr(other.model, name)), name

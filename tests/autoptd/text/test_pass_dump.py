@@ -12,14 +12,7 @@ from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2
 
 PASSES = [
-    *(
-        "normalize",
-        "fold_constants",
-        "recognize_attention",
-        "rewrite_layout",
-        "shard_tensors",
-        "label_layers",
-    ),
+    *("normalize", "fold_constants", "recognize_attention", "rewrite_layout", "shard_tensors", "label_layers"),
     *("cut_stages", "recompute_activations", "fuse_operators", "overlap_reductions"),
 ]
 SIZES = GPTConfig(40, 8, 2, 2, 8)
@@ -49,8 +42,7 @@ def test_each_pass_leaves_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_each_shape_adds_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPTD_PASSES", str(tmp_path))
     examples = [
-        {name: torch.zeros(1, length, dtype=torch.long) for name in ("input_ids", "labels")}
-        for length in (8, 4)
+        {name: torch.zeros(1, length, dtype=torch.long) for name in ("input_ids", "labels")} for length in (8, 4)
     ]
     autoptd.compile(make_gpt2(SIZES), (1, 1, 1), num_microbatches=1, example_inputs=examples)
     assert len(list(tmp_path.iterdir())) == 2 * len(PASSES)

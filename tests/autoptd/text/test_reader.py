@@ -83,9 +83,7 @@ def test_emitting_again_gives_the_same_code() -> None:
     again = emit_texts(trace_program(texts, manifest), manifest, two_stages()[2], title="tiny GPT")
 
     def code(text: str) -> str:
-        return "".join(line.partition("#")[0] for line in text.split("SCHEDULE")[1].split("\n")).replace(
-            " ", ""
-        )
+        return "".join(line.partition("#")[0] for line in text.split("SCHEDULE")[1].split("\n")).replace(" ", "")
 
     assert [code(text) for text in again] == [code(text) for text in texts]
 

@@ -174,9 +174,7 @@ def test_call(written: str, target: Any, args: list[Any], kwargs: dict[str, Any]
     (again,) = [node for node in traced.graph.nodes if node.name == "result"]
     assert again.target is target
     made.kwargs = {k: META if k == "device" else v for k, v in made.kwargs.items() if k != "pin_memory"}
-    assert str(shorten_call(target, again.args, again.kwargs)) == str(
-        shorten_call(target, made.args, made.kwargs)
-    )
+    assert str(shorten_call(target, again.args, again.kwargs)) == str(shorten_call(target, made.args, made.kwargs))
 
 
 def test_ambiguous_overload_is_named() -> None:
@@ -212,7 +210,5 @@ def test_refuses_a_foreign_function() -> None:
     maker.argument("rank", "rank")
     x = maker.argument("x", "input", (2,))
     maker.graph.output(maker.call("y", torch.nn.functional.mish, x, path="h.0.mlp", line=7))
-    with pytest.raises(
-        ValueError, match=r"cannot write .*mish.* of node y at h\.0\.mlp \(gpt\.py:7\); expected"
-    ):
+    with pytest.raises(ValueError, match=r"cannot write .*mish.* of node y at h\.0\.mlp \(gpt\.py:7\); expected"):
         emit_one_stage(*one_stage(maker, {"x": torch.ones(2)}))

@@ -90,9 +90,7 @@ def test_a_dropped_all_reduce_of_the_backward_is_caught(program: CompiledProgram
     assert report.loss_error <= 1e-14
     assert report.worst[0] in ("h.0.ln_1.weight", "h.0.ln_1.bias")
     # The tensor ranks' embeddings get different gradients.
-    assert any(
-        "gradient of wpe.weight on rank 1 differs from that of rank 0" in d for d in report.disagreements
-    )
+    assert any("gradient of wpe.weight on rank 1 differs from that of rank 0" in d for d in report.disagreements)
     assert "verify FAILED: 4 ranks" in str(report)
     assert re.search(
         r"backward goes wrong behind program_00.py:\d+: the gradient of h.0.ln_1.(weight|bias)", report.fault
@@ -128,9 +126,7 @@ def test_in_the_model_s_own_dtype_rounding_passes_and_faults_do_not(dtype: torch
     assert report.passed, report
     assert report.worst[1] > 1e-12
     (old,) = set(re.findall(r"bias=p\[\"h.0.attn.c_proj.bias\"\]", "".join(program.texts)))
-    texts = tuple(
-        text.replace(old, old.replace("c_proj.bias", "c_proj.bias") + " * 3") for text in program.texts
-    )
+    texts = tuple(text.replace(old, old.replace("c_proj.bias", "c_proj.bias") + " * 3") for text in program.texts)
     faulty = replace(program, texts=texts).verify(dtype="model")
     assert not faulty.passed
     assert "h.0.attn.c_proj.bias" in faulty.wrong
@@ -149,9 +145,7 @@ class Satisfied(nn.Module):
 
 @pytest.mark.parametrize("dtype", ["float64", "model"])
 def test_a_loss_of_zero_is_verified(dtype: str) -> None:
-    program = autoptd.compile(
-        Satisfied(), (1, 1, 1), example_inputs={"x": torch.ones(2, 4)}, num_microbatches=1
-    )
+    program = autoptd.compile(Satisfied(), (1, 1, 1), example_inputs={"x": torch.ones(2, 4)}, num_microbatches=1)
     assert program.verify(dtype=dtype).passed
 
 
@@ -168,10 +162,7 @@ def test_an_assertion_and_an_error_of_the_backward_have_their_line() -> None:
     examples: Any = {"example_inputs": {"idx": ids, "targets": ids}, "num_microbatches": 2}
     for loss, found in (
         (refuse, r"AssertionError: only in float32.*, at .*test_step.py:\d+: assert "),
-        (
-            overwrite,
-            r"RuntimeError: .* modified by an inplace operation.*, at test_step.py:\d+, in its backward",
-        ),
+        (overwrite, r"RuntimeError: .* modified by an inplace operation.*, at test_step.py:\d+, in its backward"),
     ):
         program = autoptd.compile(Lost(loss), (1, 1, 1), **examples)
         with pytest.raises(ValueError, match=f"(?s)the plain model fails with {found}"):
@@ -237,9 +228,7 @@ class Offset(nn.Module):
 @pytest.mark.parametrize("how", ["moved", "indexed", "gathered"])
 def test_a_drawn_batch_that_the_model_refuses_is_said(how: str, mesh: tuple[int, int, int]) -> None:
     ids = torch.zeros(1, 64, dtype=torch.long)
-    program = autoptd.compile(
-        Offset(how), mesh=mesh, example_inputs={"idx": ids, "targets": ids}, num_microbatches=2
-    )
+    program = autoptd.compile(Offset(how), mesh=mesh, example_inputs={"idx": ids, "targets": ids}, num_microbatches=2)
     message = (
         r"verify: the plain model looks up a row that does not exist: index .*, at .*test_step.py:\d+: .* "
         r"The batch holds idx from \d+ to 6\d, targets from \d+ to 6\d; pass batch= with values that it accepts"
@@ -282,9 +271,7 @@ class Weighted(nn.Module):
 
 
 def test_a_loss_functions_buffers_are_promoted() -> None:
-    program = autoptd.compile(
-        gpt(), mesh=(2, 1, 1), loss_fn=Weighted(), microbatch_size=2, num_microbatches=2
-    )
+    program = autoptd.compile(gpt(), mesh=(2, 1, 1), loss_fn=Weighted(), microbatch_size=2, num_microbatches=2)
     report = program.verify()
     assert report.passed, report
 
@@ -337,19 +324,13 @@ def test_a_meta_model_takes_random_weights() -> None:
     with torch.device("meta"):
         model = Scaled()
     program = autoptd.compile(model, mesh=(2, 1, 1), example_inputs=example(), num_microbatches=2)
-    with pytest.raises(
-        ValueError, match=r"6 tensors are on the meta device.*table.weight.*pass weights='random'"
-    ):
+    with pytest.raises(ValueError, match=r"6 tensors are on the meta device.*table.weight.*pass weights='random'"):
         program.verify()
     assert program.verify(weights="random").passed  # the buffer is what the constructor makes
     unknown = replace(program, buffers={})
-    with pytest.raises(
-        ValueError, match=r"1 tensors are on the meta device.*\(scale\): pass weights= with them"
-    ):
+    with pytest.raises(ValueError, match=r"1 tensors are on the meta device.*\(scale\): pass weights= with them"):
         unknown.verify(weights="random")
-    with pytest.raises(
-        ValueError, match="weights='meta' is unknown: expected None, 'random', or tensors by name"
-    ):
+    with pytest.raises(ValueError, match="weights='meta' is unknown: expected None, 'random', or tensors by name"):
         program.verify(weights="meta")
     drawn = draw_weights(program.manifest, model, {"scale": torch.ones(16)}, "random", seed=0)
     report = program.verify(weights=drawn)
@@ -382,9 +363,7 @@ def test_a_drawn_batch_is_legal_everywhere() -> None:
 
 @pytest.mark.parametrize(("shape", "batch_dim"), [((6, 8), 0), ((8, 6), 1), ((5, 5), None), ((3, 1), 0)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_a_drawn_mask_pads_each_sequence(
-    shape: tuple[int, int], batch_dim: int | None, dtype: torch.dtype
-) -> None:
+def test_a_drawn_mask_pads_each_sequence(shape: tuple[int, int], batch_dim: int | None, dtype: torch.dtype) -> None:
     manifest = replace(compile_gpt((1, 1, 1)).manifest, num_microbatches=1)
     manifest = replace(manifest, inputs=(Input("attention_mask", shape, dtype, batch_dim),))
     mask = draw_batch(Program(manifest.mesh, (), manifest.inputs, manifest.output), manifest, None, 0)
@@ -401,9 +380,7 @@ def test_padded_sequences_of_hugging_face_models(name: str) -> None:
     torch.manual_seed(0)
     ids = torch.zeros(2, LENGTH, dtype=torch.long)
     example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-    program = autoptd.compile(
-        HUGGING_FACE[name](), mesh=(2, 2, 1), example_inputs=example, num_microbatches=2
-    )
+    program = autoptd.compile(HUGGING_FACE[name](), mesh=(2, 2, 1), example_inputs=example, num_microbatches=2)
     report = program.verify()
     assert report.passed, report
     assert "not split" not in str(report)
@@ -434,9 +411,7 @@ def test_programs_larger_than_free_memory_are_not_verified(monkeypatch: pytest.M
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50_000_000, block_size=16, n_layer=2, n_head=4, n_embd=2048))
     program = autoptd.compile(model, mesh=(2, 2, 1), microbatch_size=1, num_microbatches=2)
-    with pytest.raises(
-        ValueError, match=r"verify runs all 4 ranks .* about [\d,]{17} bytes; this machine has"
-    ):
+    with pytest.raises(ValueError, match=r"verify runs all 4 ranks .* about [\d,]{17} bytes; this machine has"):
         program.verify(weights="random")
     monkeypatch.setattr(step, "available_bytes", lambda: 2**20)
     with pytest.raises(ValueError, match="this machine has 1,048,576 free"):
@@ -510,9 +485,7 @@ def test_a_report_says_what_is_wrong() -> None:
     assert not Report(2.0, 2.0, {"a": 0.0}, ("ranks differ",), 1, 0.0).passed
 
 
-@pytest.mark.parametrize(
-    "values", [0.3, [0.3, 0.7, 0.1, 0.2, 0.6, 0.4, 0.9, 0.8]], ids=["one number", "several"]
-)
+@pytest.mark.parametrize("values", [0.3, [0.3, 0.7, 0.1, 0.2, 0.6, 0.4, 0.9, 0.8]], ids=["one number", "several"])
 @pytest.mark.parametrize("literal", [None, torch.float64], ids=["the activations' dtype", "float64"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_literals_are_the_programs(
@@ -570,9 +543,7 @@ def fixed(x: Tensor) -> Tensor:
     ],
     ids=["mean", "largest", "first", "grown", "perplexity", "contrast", "batch statistics", "fixed"],
 )
-def test_a_loss_that_is_not_the_mean_over_microbatches_is_said(
-    lose: Callable[[Tensor], Tensor], said: str
-) -> None:
+def test_a_loss_that_is_not_the_mean_over_microbatches_is_said(lose: Callable[[Tensor], Tensor], said: str) -> None:
     ids = torch.randint(0, 67, (2, 8))
     examples = {"idx": ids, "targets": ids}
     program = autoptd.compile(Lost(lose), (1, 1, 2), example_inputs=examples, num_microbatches=2)
@@ -634,9 +605,7 @@ class Angles(nn.Module):
 def test_a_table_that_the_model_makes_anew_is_named_and_no_fault() -> None:
     ids = torch.randint(0, 8, (1, 4))
     model = Angles()
-    program = autoptd.compile(
-        model, (2, 1, 1), example_inputs={"idx": ids, "targets": ids}, num_microbatches=2
-    )
+    program = autoptd.compile(model, (2, 1, 1), example_inputs={"idx": ids, "targets": ids}, num_microbatches=2)
     report = program.verify()
     assert report.passed, report
     assert re.search(r"note: the model makes [\w.]+ anew for this dtype", str(report))

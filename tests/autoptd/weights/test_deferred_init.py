@@ -194,9 +194,7 @@ class UnkeptAndMore(Unkept):
 BOUND = 1 / math.sqrt(8)
 
 
-def test_the_constructor_is_run_again_on_the_arguments_that_it_keeps(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_constructor_is_run_again_on_the_arguments_that_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     config = TinyConfig(std=0.125)
     state = torch.get_rng_state()
     program = compile_tiny(on_meta(lambda: Configured(config, 3.0)))
@@ -303,9 +301,7 @@ def test_weights_that_are_given_are_never_drawn() -> None:
     bound = program.bind(device="cpu", weights=state).state_dict()
     assert all(torch.equal(bound[name], state[name]) for name in bound)
     del state["h.1.ln_1.bias"]
-    with pytest.raises(
-        ValueError, match=r"1 of the model's 52 tensors are not .*: h\.1\.ln_1\.bias\[32\]; give"
-    ):
+    with pytest.raises(ValueError, match=r"1 of the model's 52 tensors are not .*: h\.1\.ln_1\.bias\[32\]; give"):
         program.bind(device="cpu", weights=state)
     with pytest.raises(ValueError, match="is on the meta device and has no values"):
         program.bind(device="cpu", weights=model)
@@ -405,24 +401,15 @@ HERE = r"test_deferred_init\.py:\d+: "
         ),
         (Listed, r"^head\.bias: it holds values that are neither constant nor random numbers$"),
         (Doubled, r"^second\.weight is a copy of the random numbers of head\.weight$"),
-        (
-            Looking,
-            rf"^Looking cannot be built again \(RuntimeError: .* at .*{HERE}if not self\.head\.weight",
-        ),
-        (
-            lambda: Shadowed(3),
-            r"^Shadowed\.__init__ does not keep its argument width in self\.width as it is",
-        ),
+        (Looking, rf"^Looking cannot be built again \(RuntimeError: .* at .*{HERE}if not self\.head\.weight"),
+        (lambda: Shadowed(3), r"^Shadowed\.__init__ does not keep its argument width in self\.width as it is"),
         (
             lambda: UnkeptAndMore(16),
             r"^UnkeptAndMore\.__init__ cannot be called again: it keeps no self\.size, and UnkeptAndMore\."
             rf"__init__ may write parameters: {HERE}nn\.init\.normal_\(self\.table\.weight, std=0\.01\)$",
         ),
         (lambda: Wrapped(16), rf"Wrapped\.__init__ may write parameters: {HERE}self\.head = scaled_down\("),
-        (
-            lambda: Assigned(16),
-            rf"Assigned\.__init__ may write parameters: {HERE}self\.head\.weight\.data = ",
-        ),
+        (lambda: Assigned(16), rf"Assigned\.__init__ may write parameters: {HERE}self\.head\.weight\.data = "),
         (lambda: OwnNorm(16), r"^norm\.weight: Norm has no reset_parameters$"),
     ],
 )
@@ -444,9 +431,7 @@ def test_changes_after_construction_are_refused() -> None:
     assert written == "table.weight was written 1 times more, after the model was built"
     again = changed(lambda: Unkept(16), lambda model: model.head.reset_parameters())
     assert again == "head.weight was written 1 times more, after the model was built"
-    replaced = changed(
-        build, lambda model: setattr(model, "head", nn.Linear(8, 16, bias=False, device="meta"))
-    )
+    replaced = changed(build, lambda model: setattr(model, "head", nn.Linear(8, 16, bias=False, device="meta")))
     assert replaced.startswith("Configured(config, scale) builds another model: head.bias is [16], not ")
     kind = changed(build, lambda model: setattr(model, "table", type("Table", (nn.Embedding,), {})(16, 8)))
     assert "table is a Embedding, not table is a Table" in kind

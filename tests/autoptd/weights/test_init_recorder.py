@@ -49,10 +49,7 @@ XAVIER = math.sqrt(6 / 10)
         (nn.init.xavier_uniform_, (one("uniform", low=-XAVIER, high=XAVIER),)),
         (nn.init.xavier_normal_, (one("normal", std=math.sqrt(2 / 10)),)),
         (lambda p: nn.init.kaiming_normal_(p, a=1.0), (one("normal", std=1 / math.sqrt(6)),)),
-        (
-            lambda p: nn.init.trunc_normal_(p, std=0.02),
-            (one("truncated_normal", std=0.02, low=-2.0, high=2.0),),
-        ),
+        (lambda p: nn.init.trunc_normal_(p, std=0.02), (one("truncated_normal", std=0.02, low=-2.0, high=2.0),)),
         (lambda p: p.data.normal_().mul_(0.5).add_(1, alpha=2), (one("normal", mean=2.0, std=0.5),)),
         (lambda p: p.uniform_().sub_(1).div_(-2), (one("uniform", low=0.0, high=0.5),)),
         (lambda p: p.normal_(1, 2).neg_(), (one("normal", mean=-1.0, std=2.0),)),
@@ -64,10 +61,7 @@ XAVIER = math.sqrt(6 / 10)
         (lambda p: p.t().view(-1, 4).uniform_(), (UNIFORM,)),
         (lambda p: p.normal_()[2].fill_(0), (NORMAL, one("constant", box=((2, 3), (0, 6))))),
         (lambda p: p.normal_()[-1:, 2:5].zero_(), (NORMAL, one("constant", box=((3, 4), (2, 5))))),
-        (
-            lambda p: [p.normal_(), p[:2].mul_(0.5)],
-            (NORMAL, one("normal", box=((0, 2), (0, 6)), std=0.5)),
-        ),
+        (lambda p: [p.normal_(), p[:2].mul_(0.5)], (NORMAL, one("normal", box=((0, 2), (0, 6)), std=0.5))),
         (
             lambda p: [p.zero_(), p[1:3].normal_(), p[:, :2].add_(1)],
             (
@@ -83,9 +77,7 @@ XAVIER = math.sqrt(6 / 10)
         ),
     ],
 )
-def test_writes_are_kept_as_distributions(
-    write: Callable[[nn.Parameter], object], expected: tuple[Draw, ...]
-) -> None:
+def test_writes_are_kept_as_distributions(write: Callable[[nn.Parameter], object], expected: tuple[Draw, ...]) -> None:
     found = record(write)
     assert [round_draw(draw) for draw in found] == [round_draw(draw) for draw in expected]
 
@@ -111,9 +103,7 @@ def test_writes_are_kept_as_distributions(
         (lambda p: p.mul_(2), "nothing writes it"),
     ],
 )
-def test_writes_of_no_known_distribution_are_named(
-    write: Callable[[nn.Parameter], object], problem: str
-) -> None:
+def test_writes_of_no_known_distribution_are_named(write: Callable[[nn.Parameter], object], problem: str) -> None:
     with pytest.raises(UnknownError, match=problem):
         record(write)
 

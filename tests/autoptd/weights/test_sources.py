@@ -31,9 +31,7 @@ def quantize(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def test_numbers_of_a_quantized_model_are_refused(dtype: torch.dtype, stored: bool, tmp_path: Path) -> None:
     given: Any = quantize(make_gpt().state_dict(), dtype)
     if stored:
-        save_file(
-            {n: x.contiguous() for n, x in given.items() if n != "lm_head.weight"}, tmp_path / "m.safetensors"
-        )
+        save_file({n: x.contiguous() for n, x in given.items() if n != "lm_head.weight"}, tmp_path / "m.safetensors")
         given = tmp_path / "m.safetensors"
     with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc\.weight is torch\..* give them dequantized"):
         compile_gpt().bind(weights=given)
@@ -90,14 +88,8 @@ every_change = pytest.mark.parametrize(
         (freeze, r"h\.0\.ln_1\.weight requires no gradient now"),
         (extend, r"the model has extra, which the program lacks \(1 more, 0 fewer\)"),
         (untie, r"lm_head\.weight is tied to wte\.weight in the program, but not in the model"),
-        (
-            shorten,
-            r"the model lacks h\.1\.ln_1\.weight, which the program has \(0 more, 12 fewer\)",
-        ),
-        (
-            tie,
-            r"h\.1\.ln_1\.weight is tied to h\.0\.ln_1\.weight in the model, but not in the program",
-        ),
+        (shorten, r"the model lacks h\.1\.ln_1\.weight, which the program has \(0 more, 12 fewer\)"),
+        (tie, r"h\.1\.ln_1\.weight is tied to h\.0\.ln_1\.weight in the model, but not in the program"),
     ],
 )
 
@@ -145,9 +137,7 @@ def test_a_buffer_with_two_values_is_refused() -> None:
     model.gpt.scale = torch.zeros(())
     uses: tuple[Callable[[], object], ...] = (program.bind, program.verify)
     for use in uses:
-        with pytest.raises(
-            ValueError, match=r"^scale and gpt\.scale are one tensor in the program, and differ"
-        ):
+        with pytest.raises(ValueError, match=r"^scale and gpt\.scale are one tensor in the program, and differ"):
             use()
     del model.gpt.scale
     model.gpt.scale = nn.Parameter(torch.ones(()))

@@ -23,9 +23,7 @@ from tests.marks import slow
 
 S, B, HEADS = 8, 2, 2
 Mask = Callable[[Tensor], Tensor]
-IDS = torch.tensor(
-    [[1, 2, 9, 9, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8]]
-)  # documents of 2, 1, 5 tokens, and of all
+IDS = torch.tensor([[1, 2, 9, 9, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8]])  # documents of 2, 1, 5 tokens, and of all
 
 
 def causal() -> Tensor:
@@ -88,9 +86,7 @@ def find(model: nn.Module, ids: Tensor = IDS) -> tuple[list[Any], str]:
     weights = dict(model.named_parameters())
     loss, plain = run_graph(found, weights, {"idx": ids}), model(ids)
     torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
-    for own, wanted in zip(
-        *(torch.autograd.grad(x, [*weights.values()]) for x in (loss, plain)), strict=True
-    ):
+    for own, wanted in zip(*(torch.autograd.grad(x, [*weights.values()]) for x in (loss, plain)), strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-15)
     return calls(found), finding.mask
 
@@ -109,23 +105,16 @@ PACKED: dict[str, Mask] = {
     "what is not hidden": lambda ids: ~(~causal() | ~same(count(ids))),
     "what is 0": lambda ids: (~(same(count(ids)) & causal())) == 0,
     "other numbers": lambda ids: (
-        ~(
-            (lambda documents: documents[:, None, :, None] != documents[:, None, None, :])(count(ids))
-            | ~causal()
-        )
+        ~((lambda documents: documents[:, None, :, None] != documents[:, None, None, :])(count(ids)) | ~causal())
     ),
     "positions": in_order,
 }
 EVERY = torch.eye(S, dtype=torch.bool)  # so that each query sees a key
 OTHER: dict[str, Mask] = {
     "not causal": lambda ids: same(count(ids)),
-    "of two tensors": lambda ids: (
-        (count(ids)[:, None, :, None] == (ids // 4)[:, None, None, :]).tril() | EVERY
-    ),
+    "of two tensors": lambda ids: (count(ids)[:, None, :, None] == (ids // 4)[:, None, None, :]).tril() | EVERY,
     "of other places": lambda ids: (
-        (lambda documents: documents[:, None, :, None] == documents.flip(-1)[:, None, None, :])(
-            count(ids)
-        ).tril()
+        (lambda documents: documents[:, None, :, None] == documents.flip(-1)[:, None, None, :])(count(ids)).tril()
         | EVERY
     ),
     "of each head": lambda ids: rows_of(count(ids)) & causal(),
@@ -192,9 +181,7 @@ def test_packed_documents_on_a_mesh(mesh: tuple[int, int, int]) -> None:
     positions = torch.stack([torch.cat([torch.arange(n) for n in each]) for each in lengths])
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
     example = {name: rows[:2] for name, rows in batch.items()}
-    program = autoptd.compile(
-        model, mesh, example_inputs=example, num_microbatches=2 // mesh[2], schedule="1f1b"
-    )
+    program = autoptd.compile(model, mesh, example_inputs=example, num_microbatches=2 // mesh[2], schedule="1f1b")
     assert "kernels.packed_attention(" in program.rank(0).code
     assert "2 sdpa with mask (causal inside of documents)" in "".join(program.log)
     report = program.verify(batch=batch)

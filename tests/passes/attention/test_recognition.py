@@ -17,15 +17,7 @@ from autoptd.passes.fusion.rules import fuse_operators
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import aten, kernels
 from autoptd.verification.float64 import Promotion
-from samples.attention_coverage import (
-    CLASSES,
-    EXPERTS,
-    fold_model,
-    make_inputs,
-    make_model,
-    measure_error,
-    randomize,
-)
+from samples.attention_coverage import CLASSES, EXPERTS, fold_model, make_inputs, make_model, measure_error, randomize
 from tests.interpret import run_graph, run_stage
 from tests.marks import slow_but
 from tests.plain_models import LENGTH, PLAIN, VOCABULARY
@@ -48,9 +40,7 @@ def widen(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
 
 
-def assert_same(
-    program: Program, model: nn.Module, inputs: Mapping[str, Tensor], limit: float = 1e-12
-) -> Program:
+def assert_same(program: Program, model: nn.Module, inputs: Mapping[str, Tensor], limit: float = 1e-12) -> Program:
     """Rewrite, compare loss, logits and every gradient, and return what was rewritten."""
     rewritten = recognize_attention(program)
     assert_same_meaning(program, rewritten, model, inputs, limit)
@@ -58,11 +48,7 @@ def assert_same(
 
 
 def assert_same_meaning(
-    program: Program,
-    rewritten: Program,
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    limit: float = 1e-12,
+    program: Program, rewritten: Program, model: nn.Module, inputs: Mapping[str, Tensor], limit: float = 1e-12
 ) -> None:
     (loss, gradients), (found, own) = run(program, model, inputs), run(rewritten, model, inputs)
     assert abs(found - loss) <= limit * abs(loss)
@@ -90,10 +76,7 @@ RULES: dict[str, list[tuple[str, str]]] = {
     "Gemma2ForCausalLM": [("softmax", "sliding window of 4"), ("softmax", "causal")],
     "BertForMaskedLM": [("sdpa", "no mask")] * 2,
     "ViTForImageClassification": [("sdpa", "no mask")] * 2,
-    "T5ForConditionalGeneration": [
-        *[("softmax", "no mask")] * 2,
-        *[("softmax", "causal"), ("sdpa", "no mask")] * 2,
-    ],
+    "T5ForConditionalGeneration": [*[("softmax", "no mask")] * 2, *[("softmax", "causal"), ("sdpa", "no mask")] * 2],
 }
 
 
@@ -116,10 +99,7 @@ def check_class(name: str, implementation: str) -> None:
     program = fold_model(model, inputs)
     findings = find_attentions(program)[1]
     learned = implementation == "sdpa" and name.startswith("T5")
-    wanted = [("sdpa", "computed in the step")] * 2 + [
-        ("sdpa", "computed in the step"),
-        ("sdpa", "no mask"),
-    ] * 2
+    wanted = [("sdpa", "computed in the step")] * 2 + [("sdpa", "computed in the step"), ("sdpa", "no mask")] * 2
     assert [(f.rule, f.mask) for f in findings] == (wanted if learned else RULES[name])
     rewritten = recognize_attention(program)
     assert_same(program, model, inputs)
@@ -175,10 +155,7 @@ def padding() -> Tensor:
 
 
 BATCHES: list[tuple[str, dict[str, Callable[[], Tensor]]]] = [
-    *[
-        (name, {"attention_mask": padding})
-        for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "BloomForCausalLM")
-    ],
+    *[(name, {"attention_mask": padding}) for name in ("GPT2LMHeadModel", "LlamaForCausalLM", "BloomForCausalLM")],
     *[(name, {"attention_mask": padding}) for name in ("GPTNeoForCausalLM", "BertForMaskedLM")],
     *[(name, {"position_ids": packed_positions}) for name in ("LlamaForCausalLM", "MistralForCausalLM")],
 ]
@@ -193,9 +170,7 @@ FUSED_BATCHES: list[tuple[str, dict[str, Callable[[], Tensor]]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "more"), FUSED_BATCHES, ids=lambda x: x if isinstance(x, str) else next(iter(x))
-)
+@pytest.mark.parametrize(("name", "more"), FUSED_BATCHES, ids=lambda x: x if isinstance(x, str) else next(iter(x)))
 def test_masks_of_the_batch_keep_their_meaning_in_torchs_attention(
     name: str, more: Mapping[str, Callable[[], Tensor]]
 ) -> None:
@@ -245,9 +220,7 @@ def test_dropout_keeps_its_bits(name: str) -> None:
     assert kernels.dropout not in targets(rewritten)
 
 
-@pytest.mark.parametrize(
-    "name", ["GPT2LMHeadModel", "GPTNeoForCausalLM", "LlamaForCausalLM", "BloomForCausalLM"]
-)
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "GPTNeoForCausalLM", "LlamaForCausalLM", "BloomForCausalLM"])
 def test_half_precision_is_no_worse_than_written_out(name: str) -> None:
     model = make_model(name, "eager")
     assert model is not None
@@ -315,9 +288,7 @@ def recognize(
     program = fold_model(model, inputs)
     rewritten = assert_same(program, model, inputs)
     if limit:
-        torch.testing.assert_close(
-            run(rewritten, model, inputs)[0], model(**inputs).detach(), rtol=limit, atol=0
-        )
+        torch.testing.assert_close(run(rewritten, model, inputs)[0], model(**inputs).detach(), rtol=limit, atol=0)
     return rewritten, list(find_attentions(program)[1])
 
 
@@ -355,17 +326,13 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     ),
     "scaled twice": lambda m, q, k, v, i: attend(q, k, v, lambda s: causal_fill(m, 2 * s / 4), 0.6),
     "scaled queries": lambda m, q, k, v, i: attend(q * 0.6, k / 2, v, lambda s: causal_fill(m, s), 1),
-    "scaled by a tensor": lambda m, q, k, v, i: attend(
-        q, k, v, lambda s: causal_fill(m, s * torch.tensor(0.3)), 1
-    ),
+    "scaled by a tensor": lambda m, q, k, v, i: attend(q, k, v, lambda s: causal_fill(m, s * torch.tensor(0.3)), 1),
     "keys transposed": lambda m, q, k, v, i: (
         causal_fill(m, torch.matmul(q, k.permute(0, 1, 3, 2)) * 0.3).softmax(-1).matmul(v)
     ),
     "einsum": lambda m, q, k, v, i: torch.einsum(
         "bhqk,bkhd->bqhd",
-        causal_fill(m, torch.einsum("bqhd,bkhd->bhqk", q.transpose(1, 2), k.transpose(1, 2)) * 0.3).softmax(
-            -1
-        ),
+        causal_fill(m, torch.einsum("bqhd,bkhd->bhqk", q.transpose(1, 2), k.transpose(1, 2)) * 0.3).softmax(-1),
         v.transpose(1, 2),
     ).transpose(1, 2),
     "einsum, swapped": lambda m, q, k, v, i: torch.einsum(
@@ -375,10 +342,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
         causal_fill(
             m,
             torch.baddbmm(
-                torch.zeros(1, 1, S).double(),
-                q.reshape(-1, S, SIZE),
-                k.reshape(-1, S, SIZE).transpose(1, 2),
-                alpha=0.3,
+                torch.zeros(1, 1, S).double(), q.reshape(-1, S, SIZE), k.reshape(-1, S, SIZE).transpose(1, 2), alpha=0.3
             ).view(2, HEADS, S, S),
         )
         .softmax(-1)
@@ -426,9 +390,7 @@ def test_causal_attention_is_recognised(form: str) -> None:
     assert not masked
     assert options["is_causal"] is True
     assert options["scale"] == pytest.approx(0.3, rel=1e-7)
-    assert not {aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default} & {
-        *targets(program)
-    }
+    assert not {aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default} & {*targets(program)}
     assert not [n for n, p in program.stages[0].parameters.items() if p.kind == "constant" and "cos" not in n]
 
 
@@ -449,10 +411,7 @@ MASKED: dict[str, tuple[Callable[..., Tensor], str]] = {
         lambda m, s: s + torch.zeros(S, S).double().masked_fill(~tril().triu(-2), LEAST),
         "sliding window of 3",
     ),
-    "two heads, two masks": (
-        lambda m, s: s.masked_fill(~torch.stack([tril(), tril() | True]), -math.inf),
-        "constant",
-    ),
+    "two heads, two masks": (lambda m, s: s.masked_fill(~torch.stack([tril(), tril() | True]), -math.inf), "constant"),
     "alibi": (
         lambda m, s: causal_fill(m, s + torch.arange(S).double() * torch.tensor([0.5, 0.25]).view(2, 1, 1)),
         "additive bias, causal",
@@ -472,9 +431,7 @@ def test_other_constant_masks_are_passed(name: str) -> None:
 
 
 def test_a_mask_that_hides_nothing_is_dropped() -> None:
-    program, (finding,) = recognize(
-        lambda m, q, k, v, i: attend(q, k, v, lambda s: s + torch.zeros(S, S).double())
-    )
+    program, (finding,) = recognize(lambda m, q, k, v, i: attend(q, k, v, lambda s: s + torch.zeros(S, S).double()))
     assert (finding.rule, finding.mask) == ("sdpa", "no mask")
     assert options_of(program) == (False, {"scale": 0.3})
 
@@ -557,9 +514,7 @@ PARTS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
         "its weights pass aten.mul",
     ),
     "subtracted mask": (
-        lambda m, q, k, v, i: attend(
-            q, k, v, lambda s: causal_fill(m, s - torch.arange(S * S).view(S, S) / 50)
-        ),
+        lambda m, q, k, v, i: attend(q, k, v, lambda s: causal_fill(m, s - torch.arange(S * S).view(S, S) / 50)),
         "causal",
         "its scores pass aten.sub",
     ),
@@ -592,10 +547,7 @@ PARTS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     ),
     "-inf by the batch": (
         lambda m, q, k, v, i: attend(
-            q,
-            k,
-            v,
-            lambda s: s + torch.where((i == 1)[:, None, None], -math.inf, torch.zeros([], dtype=s.dtype)),
+            q, k, v, lambda s: s + torch.where((i == 1)[:, None, None], -math.inf, torch.zeros([], dtype=s.dtype))
         ),
         "",
         "the batch may leave a query no key, by -inf",
@@ -657,10 +609,7 @@ def test_a_mask_of_more_digits_than_its_scores_stays_outside() -> None:
         return body
 
     program, (finding,) = recognize(cast(places), limit=0)
-    assert (finding.rule, finding.reason) == (
-        "softmax",
-        "its mask is torch.float32, its scores torch.bfloat16",
-    )
+    assert (finding.rule, finding.reason) == ("softmax", "its mask is torch.float32, its scores torch.bfloat16")
     (kernel,) = [n for n in program.stages[0].graph.nodes if n.target is kernels.scaled_softmax]
     assert kernel.args[1].meta["val"].dtype == torch.float32
     _, (finding,) = recognize(cast(torch.full((S, S), torch.finfo(torch.float32).min).triu(1)), limit=0)

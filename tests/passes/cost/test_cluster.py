@@ -42,16 +42,8 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("nics_per_node = 8 ", "", "mine.toml: missing 'nics_per_node'"),
-        (
-            "nics_per_node = 8 ",
-            "nics_per_nod = 8",
-            "unknown key 'nics_per_nod'; did you mean 'nics_per_node'?",
-        ),
-        (
-            "launch_seconds",
-            "launch_second",
-            "device: unknown key 'launch_second'; did you mean 'launch_seconds'?",
-        ),
+        ("nics_per_node = 8 ", "nics_per_nod = 8", "unknown key 'nics_per_nod'; did you mean 'nics_per_node'?"),
+        ("launch_seconds", "launch_second", "device: unknown key 'launch_second'; did you mean 'launch_seconds'?"),
         (
             "launch_seconds",
             "graphed_launch_seconds = -1\nlaunch_seconds",
@@ -60,16 +52,8 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
         ("80e9", "-80e9", "device: memory_bytes is -80000000000.0, expected a number above 0"),
         ("80e9", "inf", "device: memory_bytes is inf, expected a number above 0"),
         ("80e9", "nan", "device: memory_bytes is nan, expected a number above 0"),
-        (
-            "80e9",
-            "1e-320",
-            "device: memory_bytes is 1e-320, expected a number above 0, from 1e-30 to 1e+30",
-        ),
-        (
-            "0.74",
-            "1e-320",
-            "network: message_efficiency is 1e-320, expected a share above 0, from 1e-30 to 1",
-        ),
+        ("80e9", "1e-320", "device: memory_bytes is 1e-320, expected a number above 0, from 1e-30 to 1e+30"),
+        ("0.74", "1e-320", "network: message_efficiency is 1e-320, expected a share above 0, from 1e-30 to 1"),
         ("80e9", "true", "device: memory_bytes is True, expected float"),
         ("80e9", '"80 GB"', "device: memory_bytes is '80 GB', expected float"),
         ("0.74", "74", "network: message_efficiency is 74.0, expected a share above 0, from 1e-30 to 1"),
@@ -108,9 +92,7 @@ def test_only_a_device_with_graphs_says_what_a_launch_in_one_takes(tmp_path: Pat
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:
-    with pytest.raises(
-        ValueError, match=r"'dgx-a10' is not shipped \(did you mean dgx-a100\?\): expected one of"
-    ):
+    with pytest.raises(ValueError, match=r"'dgx-a10' is not shipped \(did you mean dgx-a100\?\): expected one of"):
         Cluster.load("dgx-a10")
     with pytest.raises(ValueError, match=r"nowhere\.toml cannot be read: No such file"):
         Cluster.load("nowhere.toml")
@@ -150,9 +132,7 @@ def test_elementwise_work_is_its_traffic_and_launches() -> None:
     assert DEVICE.seconds(work, "bf16", 0.5) == pytest.approx(1.5e9 / rate + 3 * DEVICE.launch_seconds)
 
 
-@pytest.mark.parametrize(
-    ("elements", "seconds"), [(2**22, 14.5e-6), (2**24, 32e-6), (2**26, 99.4e-6), (2**28, 364e-6)]
-)
+@pytest.mark.parametrize(("elements", "seconds"), [(2**22, 14.5e-6), (2**24, 32e-6), (2**26, 99.4e-6), (2**28, 364e-6)])
 def test_an_elementwise_kernel_takes_what_it_took_on_a_card(elements: int, seconds: float) -> None:
     """On an H100 in bfloat16: 2.1, 2.7 and 2.95 TB/s for the larger ones."""
     work = Work(read=2 * elements, written=2 * elements, launches=1)
@@ -181,9 +161,7 @@ def test_traffic_beside_a_gemms_own_comes_on_top() -> None:
     own = 3 * 2 * 4096**2
     alone = DEVICE.seconds(Work((product,), read=own), "bf16")
     rate = DEVICE.memory_bandwidth * DEVICE.memory_efficiency
-    assert DEVICE.seconds(Work((product,), read=own, written=10**9), "bf16") == pytest.approx(
-        alone + 1e9 / rate
-    )
+    assert DEVICE.seconds(Work((product,), read=own, written=10**9), "bf16") == pytest.approx(alone + 1e9 / rate)
 
 
 def test_a_fused_kernel_takes_its_products_or_its_traffic() -> None:
@@ -211,7 +189,5 @@ def test_messages_share_the_nodes_cards() -> None:
     few = replace(SELENE, nics_per_node=4)
     assert few.send_seconds(1e9, 0, 8, senders=8) == pytest.approx(2e9 / rate + latency)
     assert few.send_seconds(1e9, 0, 8, senders=2) == pytest.approx(1e9 / rate + latency)
-    assert SELENE.send_seconds(1e9, 0, 7) == pytest.approx(
-        1e9 / SELENE.node.message_rate + SELENE.node.latency_seconds
-    )
+    assert SELENE.send_seconds(1e9, 0, 7) == pytest.approx(1e9 / SELENE.node.message_rate + SELENE.node.latency_seconds)
     assert SELENE.send_seconds(0, 0, 8) == 0

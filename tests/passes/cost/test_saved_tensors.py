@@ -31,9 +31,7 @@ def count_running(program: autoptd.CompiledProgram, model: nn.Module, batch: dic
 
     def step(connection: Connection) -> int:
         constants = text.constants or (lambda p: {})
-        parallel = Parallel(
-            connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights)
-        )
+        parallel = Parallel(connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights))
         with torch.no_grad():
             parallel(**batch)  # which makes the slot's copy of the batch
         slots = parallel._runner.shape.stages[0]._slots
@@ -73,8 +71,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "recompute", "fuse", "tensor"),
-    cover_pairs(MODELS, ["none", "selective", "full"], [True, False], [1, 2]),
+    ("name", "recompute", "fuse", "tensor"), cover_pairs(MODELS, ["none", "selective", "full"], [True, False], [1, 2])
 )
 def test_the_ledger_is_what_is_saved(name: str, recompute: str, fuse: bool, tensor: int) -> None:
     model, batch = MODELS[name]()

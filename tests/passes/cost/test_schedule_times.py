@@ -8,12 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from autoptd.passes.cost.schedule_times import (
-    ActionTimes,
-    live_microbatches,
-    walk,
-    walking_order,
-)
+from autoptd.passes.cost.schedule_times import ActionTimes, live_microbatches, walk, walking_order
 from autoptd.planning.estimator import rank_seconds
 from autoptd.runtime.program.schedule import COMPUTING, Kind, Schedule, assign_slots, make_schedule
 
@@ -110,8 +105,6 @@ def test_many_pipelines_at_once_are_each_as_alone() -> None:
 
     together = list(walk(order, p, times(slice(None)), np.maximum))
     for number in range(7):
-        for (*action, start, end), (*same, starts, ends) in zip(
-            walk(order, p, times(number)), together, strict=True
-        ):
+        for (*action, start, end), (*same, starts, ends) in zip(walk(order, p, times(number)), together, strict=True):
             assert action == same
             assert (start, end) == (np.broadcast_to(starts, 7)[number], ends[number])

@@ -59,18 +59,9 @@ torch.library.impl(LIBRARY, "hidden", "Meta")(lambda x, y: x.new_empty(len(x), y
     [
         (call(aten.linear.default, X, tensor(192, 64), result=tensor(2, 128, 192)), 2 * 256 * 64 * 192),
         (call(aten.mm.default, tensor(8, 64), tensor(64, 3), result=tensor(8, 3)), 2 * 8 * 64 * 3),
-        (
-            call(aten.addmm.default, tensor(3), tensor(8, 64), tensor(64, 3), result=tensor(8, 3)),
-            2 * 8 * 64 * 3,
-        ),
-        (
-            call(aten.bmm.default, tensor(5, 8, 64), tensor(5, 64, 3), result=tensor(5, 8, 3)),
-            2 * 5 * 8 * 64 * 3,
-        ),
-        (
-            call(aten.baddbmm.default, X, tensor(5, 8, 64), tensor(5, 64, 3), result=tensor(5, 8, 3)),
-            2 * 5 * 8 * 64 * 3,
-        ),
+        (call(aten.addmm.default, tensor(3), tensor(8, 64), tensor(64, 3), result=tensor(8, 3)), 2 * 8 * 64 * 3),
+        (call(aten.bmm.default, tensor(5, 8, 64), tensor(5, 64, 3), result=tensor(5, 8, 3)), 2 * 5 * 8 * 64 * 3),
+        (call(aten.baddbmm.default, X, tensor(5, 8, 64), tensor(5, 64, 3), result=tensor(5, 8, 3)), 2 * 5 * 8 * 64 * 3),
         (call(aten.matmul.default, X, tensor(64, 3), result=tensor(2, 128, 3)), 2 * 256 * 64 * 3),
         (
             call(aten.scaled_dot_product_attention.default, HEADS, HEADS, HEADS, result=HEADS),
@@ -81,10 +72,7 @@ torch.library.impl(LIBRARY, "hidden", "Meta")(lambda x, y: x.new_empty(len(x), y
             call(aten.einsum.default, "bhqd,bhkd->bhqk", [HEADS, HEADS], result=tensor(2, 4, 128, 128)),
             2 * 2 * 4 * 128 * 128 * 16,
         ),
-        (
-            call(aten.einsum.default, "...h, fh -> ...f", [X, tensor(3, 64)], result=tensor(2, 128, 3)),
-            2 * 256 * 64 * 3,
-        ),
+        (call(aten.einsum.default, "...h, fh -> ...f", [X, tensor(3, 64)], result=tensor(2, 128, 3)), 2 * 256 * 64 * 3),
         (  # e is summed first
             call(aten.einsum.default, "bsh,ehf->bsf", [X, tensor(5, 64, 3)], result=tensor(2, 128, 3)),
             2 * 256 * 64 * 3,
@@ -116,19 +104,11 @@ torch.library.impl(LIBRARY, "hidden", "Meta")(lambda x, y: x.new_empty(len(x), y
         (call(aten.mv.default, ROWS, tensor(64), result=tensor(8)), 2 * 8 * 64),
         (call(aten.addmv.default, tensor(8), ROWS, tensor(64), result=tensor(8)), 2 * 8 * 64),
         (call(aten.dot.default, tensor(64), tensor(64), result=tensor()), 2 * 64),
-        (
-            call(aten.addbmm.default, ROWS, tensor(5, 8, 3), tensor(5, 3, 64), result=ROWS),
-            2 * 5 * 8 * 3 * 64,
-        ),
+        (call(aten.addbmm.default, ROWS, tensor(5, 8, 3), tensor(5, 3, 64), result=ROWS), 2 * 5 * 8 * 3 * 64),
         (call(aten.cdist.default, ROWS, tensor(6, 64), result=tensor(8, 6)), 2 * 8 * 6 * 64),
+        (call(aten.bilinear.default, ROWS, ROWS, tensor(3, 64, 64), result=tensor(8, 3)), 2 * 8 * 3 * 64 * 64),
         (
-            call(aten.bilinear.default, ROWS, ROWS, tensor(3, 64, 64), result=tensor(8, 3)),
-            2 * 8 * 3 * 64 * 64,
-        ),
-        (
-            call(
-                aten.conv_transpose1d.default, tensor(2, 64, 9), tensor(64, 32, 3), result=tensor(2, 32, 11)
-            ),
+            call(aten.conv_transpose1d.default, tensor(2, 64, 9), tensor(64, 32, 3), result=tensor(2, 32, 11)),
             2 * (2 * 9) * 64 * (32 * 3),
         ),
         (  # made of others, in which torch's own counter finds products; and an element each
@@ -149,19 +129,14 @@ def test_flops(node: fx.Node, flops: int) -> None:
 def test_experts_cost_the_same_by_whatever_operator_transformers_multiplies() -> None:
     pytest.importorskip("transformers.integrations.moe")
     arguments, result = (ROWS, tensor(5, 64, 3), OFFSETS), tensor(8, 3)
-    fallback = forward_work(
-        call(torch.ops.transformers.grouped_mm_fallback.default, *arguments, result=result)
-    )
+    fallback = forward_work(call(torch.ops.transformers.grouped_mm_fallback.default, *arguments, result=result))
     assert fallback == forward_work(call(aten._grouped_mm.default, *arguments, result=result))
 
 
 @pytest.mark.parametrize(
     ("node", "flops"),
     [
-        (
-            call(torch.ops.losses_test.hidden.default, ROWS, tensor(64, 3), result=tensor(8, 3)),
-            2 * 8 * 64 * 3,
-        ),
+        (call(torch.ops.losses_test.hidden.default, ROWS, tensor(64, 3), result=tensor(8, 3)), 2 * 8 * 64 * 3),
         (call(aten.linalg_inv.default, SQUARE, result=SQUARE), 2 * 8 * 8 * 8),
         (call(aten.linalg_multi_dot.default, [ROWS, ROWS.t(), ROWS], result=ROWS), 0),  # which is counted
         (call(aten.logaddexp.default, ROWS, ROWS, result=ROWS), 0),
@@ -265,9 +240,7 @@ def test_several_linears_of_one_input_add_their_gradients_in_their_products() ->
         call(collectives.copied_linear, None, X, weight, result=result)
         for weight, result in zip(weights, made, strict=True)
     ]
-    forward, backward = (
-        [each(node) for node in (joined, *singles)] for each in (forward_work, backward_work)
-    )
+    forward, backward = ([each(node) for node in (joined, *singles)] for each in (forward_work, backward_work))
     assert forward[0] == forward[1] + forward[2]
     assert Counter(backward[0].products) == Counter(backward[1].products + backward[2].products)
     assert backward[0].reduced == backward[1].reduced == X.numel() * 2

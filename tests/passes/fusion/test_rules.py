@@ -53,20 +53,13 @@ def run(program: Program, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor
     loss.backward()
     zeros = {name: torch.zeros_like(t) for name, t in tensors.items() if t.grad is None}
     found = {name: t.grad for name, t in tensors.items() if t.grad is not None}
-    return {
-        "loss": loss.detach(),
-        "x": x.grad if x.grad is not None else torch.zeros_like(x),
-        **found,
-        **zeros,
-    }
+    return {"loss": loss.detach(), "x": x.grad if x.grad is not None else torch.zeros_like(x), **found, **zeros}
 
 
 def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     scale = max(float(value.abs().max()) for name, value in expected.items() if name != "loss")
-    worst = max(float((found[n] - expected[n]).abs().max()) for n in expected if n != "loss") / max(
-        scale, 1e-300
-    )
+    worst = max(float((found[n] - expected[n]).abs().max()) for n in expected if n != "loss") / max(scale, 1e-300)
     loss = float((found["loss"] - expected["loss"]).abs()) / max(1.0, float(expected["loss"].abs()))
     return max(worst, loss)
 
@@ -91,9 +84,7 @@ def check_generated(seeds: range) -> None:
         rewritten = fuse_operators(program)
         fused.update(targets(rewritten))
         error = largest_error(run(rewritten, torch.float64), run(program, torch.float64))
-        assert error < 1e-12, (
-            f"seed {seed}: {error:.1e}\n{program.stages[0].graph}\n{rewritten.stages[0].graph}"
-        )
+        assert error < 1e-12, f"seed {seed}: {error:.1e}\n{program.stages[0].graph}\n{rewritten.stages[0].graph}"
     for kernel in (
         kernels.linear_gelu,
         kernels.bias_gelu,
@@ -148,9 +139,7 @@ class Small(nn.Module):
 
 def fused(body: Callable[[Any, Tensor, Tensor], Tensor], **options: Any) -> Counter[Any]:
     inputs = {"idx": torch.randint(0, 10, (2, 4))}
-    program = autoptd.compile(
-        Small(body), mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1, **options
-    )
+    program = autoptd.compile(Small(body), mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1, **options)
     return Counter(n.target for n in program.stages[0].graph.nodes if n.op == "call_function")
 
 
@@ -189,10 +178,7 @@ def rounded_gelu(x: Tensor, constant: float = 0.79788456, cube: float = 0.044715
 
 JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
     "gelu": (lambda m, x, y: functional.gelu(x) + y, kernels.linear_gelu),
-    "gelu written with erf": (
-        lambda m, x, y: x * 0.5 * (1 + torch.erf(x / 2**0.5)) + y,
-        kernels.linear_gelu,
-    ),
+    "gelu written with erf": (lambda m, x, y: x * 0.5 * (1 + torch.erf(x / 2**0.5)) + y, kernels.linear_gelu),
     "gelu of a matrix of rows": (
         lambda m, x, y: functional.gelu(torch.addmm(m.scale, x.view(-1, 8), m.one.weight).view(x.shape)) + y,
         kernels.linear_gelu,
@@ -206,18 +192,9 @@ JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
     "norm": (lambda m, x, y: m.norm(x) * y, kernels.layer_norm),
     "norm of a sum with a factor": (lambda m, x, y: m.norm(torch.add(x, y, alpha=2)), kernels.layer_norm),
     "add and norm": (lambda m, x, y: m.norm(x + y), kernels.add_layer_norm),
-    "norm of dropout and add": (
-        lambda m, x, y: m.norm(functional.dropout(x, 0.1) + y) + y,
-        kernels.add_layer_norm,
-    ),
-    "rms norm": (
-        lambda m, x, y: m.scale * (x * torch.rsqrt(mean_square(x) + 1e-6)) + y,
-        kernels.rms_norm,
-    ),
-    "torch's rms norm": (
-        lambda m, x, y: functional.rms_norm(x, (8,), m.scale) + y,
-        kernels.rms_norm,
-    ),
+    "norm of dropout and add": (lambda m, x, y: m.norm(functional.dropout(x, 0.1) + y) + y, kernels.add_layer_norm),
+    "rms norm": (lambda m, x, y: m.scale * (x * torch.rsqrt(mean_square(x) + 1e-6)) + y, kernels.rms_norm),
+    "torch's rms norm": (lambda m, x, y: functional.rms_norm(x, (8,), m.scale) + y, kernels.rms_norm),
     "add and torch's rms norm": (
         lambda m, x, y: functional.rms_norm(x + y, (8,), m.scale, 1e-3) + y,
         kernels.add_rms_norm,
@@ -228,10 +205,7 @@ JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
     "rotary of chunks": (rotary(4, 8, turn=turn_chunks), kernels.rotary_embedding),
     "a low-rank product and add": (lambda m, x, y: narrow(m, x) * 0.5 + y, kernels.add_linear),
     "add and a low-rank product": (lambda m, x, y: y + narrow(m, x), kernels.add_linear),
-    "add and rms norm": (
-        lambda m, x, y: (x + y) + m.scale * ((x + y) * torch.rsqrt(mean_square(x + y) + 1e-6)),
-        None,
-    ),
+    "add and rms norm": (lambda m, x, y: (x + y) + m.scale * ((x + y) * torch.rsqrt(mean_square(x + y) + 1e-6)), None),
 }
 
 
@@ -253,15 +227,11 @@ APART: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a rounded constant of what two read": lambda m, x, y: rounded_gelu(x) * x + y,
     "a gate read twice": lambda m, x, y: (lambda g: g * y + g)(functional.silu(x)),
     "a mean of cubes": lambda m, x, y: m.scale * (x * torch.rsqrt(mean_square(x, 4) + 1e-6)) + y,
-    "a mean over tokens": lambda m, x, y: (
-        m.scale * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)) + y
-    ),
+    "a mean over tokens": lambda m, x, y: m.scale * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)) + y,
     "rotary by larger tables": lambda m, x, y: rotary(2, 4, 8)(m, x[:1], y),
     "rotary by one column": rotary(4, 1),
     "halves of another tensor": lambda m, x, y: rotary(4, 8, turn=lambda z: turn_chunks(z + 1))(m, x, y),
-    "halves in their order": rotary(
-        4, 8, turn=lambda x: torch.cat([-x.chunk(2, -1)[0], x.chunk(2, -1)[1]], -1)
-    ),
+    "halves in their order": rotary(4, 8, turn=lambda x: torch.cat([-x.chunk(2, -1)[0], x.chunk(2, -1)[1]], -1)),
     "a norm of two dimensions": lambda m, x, y: functional.layer_norm(x + y, (4, 8)),
     "a product of full rank and add": lambda m, x, y: narrow(m, x, 8) * 0.5 + y,
     "a low-rank product that two read": lambda m, x, y: (lambda z: z.exp() + (z + y))(narrow(m, x)),
@@ -304,9 +274,7 @@ def test_near_chains_are_not_fused(name: str) -> None:
     cover_pairs([turn, turn_chunks], [(8,), (4, 8), (1, 8), (1, 4, 8)], ["sbh", "bsh"]),
     ids=name_case,
 )
-def test_rotary_tables_are_broadcast(
-    turn: Callable[[Tensor], Tensor], shape: tuple[int, ...], layout: str
-) -> None:
+def test_rotary_tables_are_broadcast(turn: Callable[[Tensor], Tensor], shape: tuple[int, ...], layout: str) -> None:
     """Over sequences and heads: q and k are [2, 1 head, 4 tokens, 8]."""
 
     def heads(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -316,9 +284,7 @@ def test_rotary_tables_are_broadcast(
 
     torch.manual_seed(0)
     inputs = {"idx": torch.randint(0, 10, (2, 4))}
-    program = autoptd.compile(
-        Small(heads), (1, 1, 1), example_inputs=inputs, num_microbatches=1, layout=layout
-    )
+    program = autoptd.compile(Small(heads), (1, 1, 1), example_inputs=inputs, num_microbatches=1, layout=layout)
     assert [n.target for n in program.stages[0].graph.nodes].count(kernels.rotary_embedding) == 2
     assert program.verify().passed
 
@@ -380,9 +346,7 @@ def test_parameters_in_half_precision_are_read_by_what_adds_to_their_sums(tensor
     torch.manual_seed(0)
     inputs = {"idx": torch.randint(0, 10, (2, 4))}
     for dtype, wanted in ((torch.bfloat16, True), (torch.float32, False)):
-        program = autoptd.compile(
-            Model().to(dtype), mesh=(tensor, 1, 1), example_inputs=inputs, num_microbatches=1
-        )
+        program = autoptd.compile(Model().to(dtype), mesh=(tensor, 1, 1), example_inputs=inputs, num_microbatches=1)
         found = {operator_word(n.target) for n in program.stages[0].graph.nodes if n.op == "call_function"}
         assert ("lookup" in found) == wanted
         assert not wanted or not {"addmm", "mm", "matmul"} & found, found
@@ -417,9 +381,7 @@ def test_no_float32_copy_of_half_precision_logits_is_made(tensor: int) -> None:
 
 @pytest.mark.parametrize("few", [-1, 1 << 20])
 @pytest.mark.parametrize(
-    ("options", "ours"),
-    [({}, True), ({"reduction": "sum"}, True), ({"label_smoothing": 0.1}, False)],
-    ids=str,
+    ("options", "ours"), [({}, True), ({"reduction": "sum"}, True), ({"label_smoothing": 0.1}, False)], ids=str
 )
 def test_a_whole_loss_keeps_its_softmax(
     options: dict[str, Any], ours: bool, few: int, monkeypatch: pytest.MonkeyPatch
@@ -467,9 +429,7 @@ def test_nothing_is_joined_across_regions_of_recomputation() -> None:
 
 
 @pytest.mark.parametrize(("layers", "tied", "dropout"), [(0, True, 0.0), (1, True, 0.1), (2, False, 0.1)])
-def test_a_sum_without_gradient_is_not_joined_with_a_trained_norm(
-    layers: int, tied: bool, dropout: float
-) -> None:
+def test_a_sum_without_gradient_is_not_joined_with_a_trained_norm(layers: int, tied: bool, dropout: float) -> None:
     """Of frozen embeddings and first layers: the kernel would hand the sum the norm's gradient, which is partial."""
     torch.manual_seed(0)
     config = GPTConfig(64, 16, n_layer=layers + 2, n_head=4, n_embd=32, dropout=dropout, tie_weights=tied)
@@ -519,9 +479,7 @@ def test_fusion_logs_saved_launches_and_bytes(mesh: tuple[int, int, int]) -> Non
     """The launches that are counted where each operator is one, and bytes that no longer move."""
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=4, n_embd=32)
-    plain, program = (
-        autoptd.compile(GPT(config), mesh=mesh, num_microbatches=2, fuse=f) for f in (False, True)
-    )
+    plain, program = (autoptd.compile(GPT(config), mesh=mesh, num_microbatches=2, fuse=f) for f in (False, True))
     (entry,) = [line for line in program.log if line.startswith("fuse_operators")]
     found = re.search(r"; (\d+) -> (\d+) launches, ([\d,]+) -> ([\d,]+) bytes moved a microbatch$", entry)
     assert found is not None

@@ -96,10 +96,7 @@ def test_packed_heads_of_several_sequences_are_no_batch() -> None:
 
     def packed(call: Any, x: fx.Node) -> fx.Node:
         half = [call(aten.slice.Tensor, x, 2, start, start + 6) for start in (0, 6)]
-        q, k = (
-            call(aten.permute.default, call(aten.reshape.default, y, [S, B, 2, 3]), [1, 2, 0, 3])
-            for y in half
-        )
+        q, k = (call(aten.permute.default, call(aten.reshape.default, y, [S, B, 2, 3]), [1, 2, 0, 3]) for y in half)
         node: fx.Node = call(aten.matmul.default, q, call(aten.transpose.int, k, 2, 3))
         return node
 

@@ -111,9 +111,7 @@ STEPS: list[Step] = [
     lambda m, x: x @ m.w,
     lambda m, x: x @ (x.transpose(1, 2) @ x).tanh(),
     lambda m, x: (x @ x.transpose(1, 2)).tanh() @ x,
-    lambda m, x: torch.bmm(x.transpose(0, 1).softmax(-1), m.w.expand(x.shape[1], WIDTH, WIDTH)).transpose(
-        0, 1
-    ),
+    lambda m, x: torch.bmm(x.transpose(0, 1).softmax(-1), m.w.expand(x.shape[1], WIDTH, WIDTH)).transpose(0, 1),
     lambda m, x: torch.einsum("bsh,hk->bsk", x, m.w),
     lambda m, x: torch.einsum("bsh,bth->bts", x, x) @ x,
     lambda m, x: torch.addmm(m.b, x.reshape(-1, WIDTH), m.w).view(x.shape),
@@ -129,9 +127,7 @@ STEPS: list[Step] = [
     lambda m, x: x[-1:] * x,
     lambda m, x: x[:, 0, :].unsqueeze(1) + x,
     lambda m, x: x.select(0, 0) + x,
-    lambda m, x: (
-        fused(*(heads(y) for y in (x, x.tanh(), x * 2)), is_causal=True).transpose(1, 2).reshape(x.shape)
-    ),
+    lambda m, x: fused(*(heads(y) for y in (x, x.tanh(), x * 2)), is_causal=True).transpose(1, 2).reshape(x.shape),
     lambda m, x: fused(x, x, x, is_causal=True),
     attend_sequence_first,
     lambda m, x: (
@@ -151,21 +147,14 @@ STEPS: list[Step] = [
     ),
     lambda m, x: (lambda t: t[0] * t[1].tanh() + t[2])(m.lin3(x).split(WIDTH, -1)),
     lambda m, x: (
-        m.lin3(x)
-        .view(*x.shape[:2], 3, 2, 2)
-        .permute(2, 0, 3, 1, 4)
-        .unbind(0)[1]
-        .transpose(1, 2)
-        .reshape(x.shape)
+        m.lin3(x).view(*x.shape[:2], 3, 2, 2).permute(2, 0, 3, 1, 4).unbind(0)[1].transpose(1, 2).reshape(x.shape)
     ),
-    lambda m, x: (
-        x.unflatten(2, (2, 2)).flatten(0, 1).mean(1, keepdim=True).expand(-1, 2, -1).reshape(x.shape)
-    ),
+    lambda m, x: x.unflatten(2, (2, 2)).flatten(0, 1).mean(1, keepdim=True).expand(-1, 2, -1).reshape(x.shape),
     lambda m, x: x.view(x.shape[0], 1, x.shape[1], WIDTH).squeeze(1).square(),
     lambda m, x: (
-        F.cross_entropy(x.reshape(-1, WIDTH), m.ids["now"].reshape(-1) % WIDTH, reduction="none").view(
-            x.shape[:2]
-        )[..., None]
+        F.cross_entropy(x.reshape(-1, WIDTH), m.ids["now"].reshape(-1) % WIDTH, reduction="none").view(x.shape[:2])[
+            ..., None
+        ]
         + x
     ),
     lambda m, x: F.cross_entropy(x.transpose(1, 2), m.ids["now"] % WIDTH, reduction="none")[..., None] * x,

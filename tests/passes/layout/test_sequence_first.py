@@ -83,14 +83,7 @@ def tokens(batch: int, first: str = "input_ids", second: str = "labels") -> dict
 
 def sample_gpt(dropout: float = 0.0) -> nn.Module:
     return GPT(
-        GPTConfig(
-            vocab_size=VOCABULARY,
-            block_size=LENGTH,
-            n_layer=LAYERS,
-            n_head=4,
-            n_embd=HIDDEN,
-            dropout=dropout,
-        )
+        GPTConfig(vocab_size=VOCABULARY, block_size=LENGTH, n_layer=LAYERS, n_head=4, n_embd=HIDDEN, dropout=dropout)
     )
 
 
@@ -264,18 +257,14 @@ def more(name: str) -> nn.Module:
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**sizes)
-    )
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
     return model
 
 
 @pytest.mark.parametrize("batch", [slow(1), 2])
 @pytest.mark.parametrize(
     "name",
-    slow_but(
-        ["gpt2", "bloom", "gpt-neox", "falcon", "nanogpt-slow"], [*HUGGING_FACE, "StableLm", "Olmo2", *PLAIN]
-    ),
+    slow_but(["gpt2", "bloom", "gpt-neox", "falcon", "nanogpt-slow"], [*HUGGING_FACE, "StableLm", "Olmo2", *PLAIN]),
 )
 def test_known_models_mean_the_same(name: str, batch: int) -> None:
     torch.manual_seed(0)
@@ -382,8 +371,7 @@ def test_one_tensor_rank_keeps_its_order_where_nothing_is_copied() -> None:
     left = rewrite_layout(program)
     assert left.stages == program.stages
     assert (
-        left.log[-1]
-        == "rewrite_layout: left as it is, [s, b, h] would copy as much, 0 bytes, and no tensor ranks "
+        left.log[-1] == "rewrite_layout: left as it is, [s, b, h] would copy as much, 0 bytes, and no tensor ranks "
         "exchange its rows"
     )
     program = replace(prepare(sample_gpt(0.1), tokens(2, "idx", "targets")), mesh=ONE)
@@ -394,9 +382,7 @@ def test_one_tensor_rank_keeps_its_order_where_nothing_is_copied() -> None:
 
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(
-    "name", ["sample", "gpt2", "llama", "opt", "bloom", "gpt-neox", "phi3", "nanogpt-slow"]
-)
+@pytest.mark.parametrize("name", ["sample", "gpt2", "llama", "opt", "bloom", "gpt-neox", "phi3", "nanogpt-slow"])
 def test_megatrons_structure_is_found_as_before(name: str, batch: int) -> None:
     make = {**HUGGING_FACE, **PLAIN, "sample": sample_gpt}[name]
     inputs = tokens(batch) if name in HUGGING_FACE else tokens(batch, "idx", "targets")
@@ -404,9 +390,7 @@ def test_megatrons_structure_is_found_as_before(name: str, batch: int) -> None:
     entries = []
     for layout in ("bsh", "sbh"):
         program = autoptd.compile(model, (2, 1, 1), example_inputs=inputs, layout=layout)
-        entries.append(
-            [line for line in program.log if line.startswith(("shard_tensors", "weight", "an axis"))]
-        )
+        entries.append([line for line in program.log if line.startswith(("shard_tensors", "weight", "an axis"))])
         assert any(line.startswith("rewrite_layout [b, s, h]") for line in program.log) == (layout == "sbh")
         assert all(i.batch_dim == 0 for i in program.manifest.inputs)
     assert entries[0] == entries[1]
@@ -431,9 +415,7 @@ def test_boundaries_are_sequence_first() -> None:
     find_copies(program.stages[0].graph, strides)
     (output,) = (node for node in program.stages[0].graph.nodes if node.op == "output")
     for sent in output.all_input_nodes:
-        assert strides.values[sent].is_contiguous(), (
-            "so that sending it, or a slice of its rows, copies nothing"
-        )
+        assert strides.values[sent].is_contiguous(), "so that sending it, or a slice of its rows, copies nothing"
     assert "passed" in str(program.verify())
 
 
@@ -520,12 +502,9 @@ def flat_heads(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
 @pytest.mark.parametrize(
-    "body",
-    [join_tokens, cut_sequence, over_batch, roll, stack_up, own_operator, one_head, flat_heads, pick],
+    "body", [join_tokens, cut_sequence, over_batch, roll, stack_up, own_operator, one_head, flat_heads, pick]
 )
-def test_operators_that_need_batch_first_get_it_back(
-    body: Callable[[Any, Tensor], Tensor], batch: int
-) -> None:
+def test_operators_that_need_batch_first_get_it_back(body: Callable[[Any, Tensor], Tensor], batch: int) -> None:
     if body is pick and batch == 1:
         pytest.skip("it reads the second sequence")
     torch.manual_seed(0)
@@ -545,10 +524,7 @@ def test_operators_that_need_batch_first_get_it_back(
 def test_memory_that_is_read_as_it_lies() -> None:
     model = Odd(lambda m, x: x + torch.as_strided(x * 1.5, (2, 4, 8), (32, 8, 1)))
     program = prepare(model, {"idx": torch.randint(0, 11, (2, 4))})
-    assert (
-        rewrite_layout(program).log[-1]
-        == "rewrite_layout: left as it is, as_strided reads its memory as it is"
-    )
+    assert rewrite_layout(program).log[-1] == "rewrite_layout: left as it is, as_strided reads its memory as it is"
 
 
 def test_masks_of_their_own_keep_the_batch_apart() -> None:
@@ -558,9 +534,7 @@ def test_masks_of_their_own_keep_the_batch_apart() -> None:
             self.table, self.heads = nn.Embedding(11, 8), nn.Linear(8, 24)
 
         def forward(self, idx: Tensor) -> Tensor:
-            q, k, v = (
-                y.view(*idx.shape, 2, 4).transpose(1, 2) for y in self.heads(self.table(idx)).split(8, 2)
-            )
+            q, k, v = (y.view(*idx.shape, 2, 4).transpose(1, 2) for y in self.heads(self.table(idx)).split(8, 2))
             mask = (idx != 0)[:, None, None, :] | torch.eye(4, dtype=torch.bool)
             y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             loss: Tensor = y.transpose(1, 2).reshape(*idx.shape, 8).square().mean()

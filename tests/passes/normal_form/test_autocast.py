@@ -117,9 +117,7 @@ def list_kernels(device: str) -> set[str]:
     key = f"Autocast{device.upper()}"
     names = {n[6:] for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")}
     return {
-        n
-        for n in names
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{n}", key) and not NAMED.search(n)
+        n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{n}", key) and not NAMED.search(n)
     }
 
 
@@ -193,16 +191,12 @@ CALLS: dict[str, Callable[[torch.dtype], Any]] = {
     "prelu": lambda t: functional.prelu(X.to(t), V[:1].to(t)),
     "conv1d": lambda t: functional.conv1d(image(1, 2, 6).to(t), image(3, 2, 1).to(t)),
     "conv2d": lambda t: functional.conv2d(image(1, 2, 6, 6).to(t), image(3, 2, 1, 1).to(t)),
-    "conv_transpose2d.input": lambda t: functional.conv_transpose2d(
-        image(1, 2, 6, 6).to(t), image(2, 3, 1, 1).to(t)
-    ),
+    "conv_transpose2d.input": lambda t: functional.conv_transpose2d(image(1, 2, 6, 6).to(t), image(2, 3, 1, 1).to(t)),
     "scaled_dot_product_attention": call_with("scaled_dot_product_attention", *[image(1, 2, 4, 6)] * 3),
     "cross_entropy_loss": lambda t: functional.cross_entropy(X.to(t), LABELS),
     "nll_loss_nd": lambda t: functional.nll_loss(X.to(t), LABELS),
     "binary_cross_entropy": lambda t: functional.binary_cross_entropy(X.to(t), X.to(t)),
-    "binary_cross_entropy_with_logits": lambda t: functional.binary_cross_entropy_with_logits(
-        X.to(t), X.to(t)
-    ),
+    "binary_cross_entropy_with_logits": lambda t: functional.binary_cross_entropy_with_logits(X.to(t), X.to(t)),
     "soft_margin_loss": lambda t: functional.soft_margin_loss(X.to(t), X.to(t)),
     "quantile": lambda t: torch.quantile(X.to(t), 0.5),
     "avg_pool3d": lambda t: functional.avg_pool3d(image(1, 2, 4, 4, 4).to(t), 2),
@@ -387,15 +381,7 @@ def test_operators_that_cast_inside_are_named() -> None:
     def body(m: Any, x: Tensor) -> Any:
         with torch.autocast("cpu", BF16):
             y, _ = torch.ops.aten.gru.input(
-                x,
-                x.new_zeros(1, 4, 2),
-                [x.new_ones(6, 6), x.new_ones(6, 2)],
-                False,
-                1,
-                0.0,
-                True,
-                False,
-                False,
+                x, x.new_zeros(1, 4, 2), [x.new_ones(6, 6), x.new_ones(6, 2)], False, 1, 0.0, True, False, False
             )
             return y
 

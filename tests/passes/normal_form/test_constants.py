@@ -237,9 +237,7 @@ def test_constant_indices_are_slices() -> None:
         def forward(self, idx: Tensor) -> Tensor:
             x = self.c_attn(self.embedding(idx))
             round_the_end = x[..., [-1, 0]]  # of which a slice would have one
-            result: Tensor = (
-                (x[..., [-2, -1]] + x[..., [3, 4]] + x[:, :, [0, 5]] + round_the_end).square().mean()
-            )
+            result: Tensor = (x[..., [-2, -1]] + x[..., [3, 4]] + x[:, :, [0, 5]] + round_the_end).square().mean()
             return result
 
     model = Indexed(body)
@@ -258,9 +256,7 @@ def test_pure() -> None:
     assert str(program.stages[0].graph) == text
 
 
-@pytest.mark.parametrize(
-    ("rows", "start", "found"), [(7, 0, "0 to 7"), (20, -2, "-2 to 5"), (8, 0, ""), (20, 12, "")]
-)
+@pytest.mark.parametrize(("rows", "start", "found"), [(7, 0, "0 to 7"), (20, -2, "-2 to 5"), (8, 0, ""), (20, 12, "")])
 def test_positions_that_a_table_lacks_are_refused(rows: int, start: int, found: str) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
@@ -274,7 +270,5 @@ def test_positions_that_a_table_lacks_are_refused(rows: int, start: int, found: 
     if not found:
         program_of(Positions())
         return
-    with pytest.raises(
-        ValueError, match=rf"positions \(.*\): rows {found} are looked up in a table of {rows};"
-    ):
+    with pytest.raises(ValueError, match=rf"positions \(.*\): rows {found} are looked up in a table of {rows};"):
         program_of(Positions())

@@ -104,9 +104,7 @@ def write_whole(m: Any, x: Tensor) -> Any:
 
 def reshapes(m: Any, x: Tensor) -> Any:
     flat = x.reshape(-1, 6).contiguous().view(2, -1, 6).expand(2, 4, 6).to(torch.float32)
-    return (
-        flat.flatten(0, 1).unflatten(0, (2, 4))[:, :, :].float() + x[..., -3:].repeat(1, 1, 2) + x.new_ones(6)
-    )
+    return flat.flatten(0, 1).unflatten(0, (2, 4))[:, :, :].float() + x[..., -3:].repeat(1, 1, 2) + x.new_ones(6)
 
 
 def checkpointed(m: Any, x: Tensor) -> Any:
@@ -170,17 +168,11 @@ def test_same_numbers(body: Forward) -> None:
 
 
 def test_no_effect_operators_vanish() -> None:
-    _, _, program = program_of(
-        lambda m, x: functional.dropout(x.to(x.dtype).contiguous().view(2, 4, 6), 0.0) * 1.0
-    )
+    _, _, program = program_of(lambda m, x: functional.dropout(x.to(x.dtype).contiguous().view(2, 4, 6), 0.0) * 1.0)
     assert operators(program) == [
         aten.embedding.default,
         aten.linear.default,
-        *(
-            [aten.pow.Tensor_Scalar]
-            if aten.pow.Tensor_Scalar in operators(program)
-            else [aten.square.default]
-        ),
+        *([aten.pow.Tensor_Scalar] if aten.pow.Tensor_Scalar in operators(program) else [aten.square.default]),
         aten.mean.default,
     ]
 

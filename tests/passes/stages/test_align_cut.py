@@ -62,7 +62,5 @@ def test_a_cut_inside_of_what_the_other_lacks_moves_to_its_end() -> None:
 def test_a_cut_that_may_not_stand_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     program = divide(4)
     monkeypatch.setattr(Row, "allowed", lambda row: [False] * len(row.items))
-    with pytest.raises(
-        ValueError, match=r"cut before layers\.1 .*but the graph of this shape cannot be cut there"
-    ):
+    with pytest.raises(ValueError, match=r"cut before layers\.1 .*but the graph of this shape cannot be cut there"):
         align_cut(program, program, (2,))

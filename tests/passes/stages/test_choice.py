@@ -84,9 +84,7 @@ def test_no_candidate_has_a_shorter_step(head: int, p: int, v: int) -> None:
     tolls = [times.boundary_costs[at] or 0 for at in choice.cut.positions]
     ends = (0, *choice.cut.positions, len(times.costs))
     stages = [sum(times.costs[a:b]) for a, b in itertools.pairwise(ends)]
-    charged = [
-        cost + before + behind for cost, before, behind in zip(stages, [0, *tolls], [*tolls, 0], strict=True)
-    ]
+    charged = [cost + before + behind for cost, before, behind in zip(stages, [0, *tolls], [*tolls, 0], strict=True)]
     assert list(choice.cut.stage_costs) == charged
     assert choice.cut.bottleneck == max(sum(charged[rank::p]) for rank in range(p)) >= choice.cut.lower_bound
 
@@ -97,9 +95,7 @@ def test_few_items_are_cut_within_little_of_the_best() -> None:
     for seed in range(11):
         times, m = make_times(3, 100, seed), 8
         places = [i for i in range(1, len(times.may_cut)) if times.may_cut[i]]
-        every = [
-            walk_cut(times, cut, "interleaved_1f1b", 2, m, 2) for cut in itertools.combinations(places, 3)
-        ]
+        every = [walk_cut(times, cut, "interleaved_1f1b", 2, m, 2) for cut in itertools.combinations(places, 3)]
         excess.append(choose(times, 2, 2, m).step / min(every) - 1)
     assert min(excess) >= 0
     assert max(excess) < 0.05

@@ -69,11 +69,7 @@ def run_stages(program: Program, weights: Mapping[str, Tensor], inputs: Mapping[
         constants = run_stage(stage.constants, whole, {}) if len(stage.constants.nodes) else {}
         own = {name: value for name, value in {**whole, **constants}.items() if name in stage.parameters}
         names = [str(n.target) for n in stage.graph.nodes if info(n).role == "boundary"]
-        given = {
-            "rank": Rank.local(Mesh(1, 1, 1)),
-            **inputs,
-            **dict(zip(names, received, strict=True)),
-        }
+        given = {"rank": Rank.local(Mesh(1, 1, 1)), **inputs, **dict(zip(names, received, strict=True))}
         result = run_stage(stage.graph, own, given)
         received = result if isinstance(result, tuple) else (result,)
     (loss,) = received
@@ -83,9 +79,7 @@ def run_stages(program: Program, weights: Mapping[str, Tensor], inputs: Mapping[
 def gradients(program: Program, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """The loss, and the gradient of every parameter."""
     kinds = {name: p.kind for stage in program.stages for name, p in stage.parameters.items()}
-    leaves = {
-        name: value.detach().requires_grad_(kinds.get(name) == "parameter") for name, value in weights.items()
-    }
+    leaves = {name: value.detach().requires_grad_(kinds.get(name) == "parameter") for name, value in weights.items()}
     loss = run_stages(program, leaves, inputs)
     loss.backward()
     return [loss.detach(), *(leaf.grad for leaf in leaves.values() if leaf.grad is not None)]
@@ -96,9 +90,7 @@ def check_equal(program: Program, model: nn.Module, inputs: Mapping[str, Tensor]
     cut = cut_stages(program, num_stages=num_stages)
     assert len(cut.stages) == num_stages
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for found, wanted in zip(
-        gradients(cut, weights, inputs), gradients(program, weights, inputs), strict=True
-    ):
+    for found, wanted in zip(gradients(cut, weights, inputs), gradients(program, weights, inputs), strict=True):
         assert torch.equal(found, wanted)
     return cut
 
@@ -151,9 +143,7 @@ def test_every_unit_can_be_a_stage() -> None:
     units = finish_uncut(program, "none").units
     assert units > 30
     check_equal(program, model, inputs, units)
-    with pytest.raises(
-        ValueError, match=f"cannot be cut into {units + 1} stages: it has {units} cuttable units"
-    ):
+    with pytest.raises(ValueError, match=f"cannot be cut into {units + 1} stages: it has {units} cuttable units"):
         cut_stages(program, num_stages=units + 1)
 
 
@@ -239,9 +229,7 @@ class Sketch:
     def check(self, program: Program, num_stages: int) -> Program:
         cut = cut_stages(program, num_stages=num_stages)
         pairs = zip(
-            gradients(cut, self.tensors, self.inputs),
-            gradients(program, self.tensors, self.inputs),
-            strict=True,
+            gradients(cut, self.tensors, self.inputs), gradients(program, self.tensors, self.inputs), strict=True
         )
         assert all(torch.equal(found, wanted) for found, wanted in pairs)
         return cut
@@ -283,9 +271,7 @@ def test_boundaries_without_gradient_say_so() -> None:
     x = sketch.linears(start(sketch), 1, "a")
     fixed = sketch.call(aten.detach.default, x)
     y = sketch.linears(x, 3, "b")
-    cut = sketch.check(
-        sketch.program(sketch.call(aten.sum.default, sketch.call(aten.mul.Tensor, y, fixed)), 2), 2
-    )
+    cut = sketch.check(sketch.program(sketch.call(aten.sum.default, sketch.call(aten.mul.Tensor, y, fixed)), 2), 2)
     received = {b.name: b.requires_grad for b in boundaries(cut)[1]}
     assert received[fixed.name] is False
 
@@ -323,11 +309,7 @@ def test_values_of_the_batch_alone_are_never_sent() -> None:
         assert boundary.name.startswith("linear")
     copies = [sum(n.target is aten.mul.Tensor for n in stage.graph.nodes) for stage in cut.stages]
     assert copies == [1, 0, 2]
-    assert [[n.target for n in s.graph.nodes if info(n).role == "input"] for s in cut.stages] == [
-        ["x"],
-        [],
-        ["x"],
-    ]
+    assert [[n.target for n in s.graph.nodes if info(n).role == "input"] for s in cut.stages] == [["x"], [], ["x"]]
 
 
 def test_constants_go_with_their_readers() -> None:
@@ -387,10 +369,7 @@ def test_recomputation_leaves_room() -> None:
     ids = torch.zeros(4, 64, dtype=torch.long)
     program = prepare(model, 4, {"idx": ids, "targets": ids.clone()})
     limit = 2 * 10**6
-    assert (
-        "no cut fits in 0.00 GB a rank"
-        in cut_stages(program, num_stages=4, cluster=with_memory(limit)).log[-1]
-    )
+    assert "no cut fits in 0.00 GB a rank" in cut_stages(program, num_stages=4, cluster=with_memory(limit)).log[-1]
     cut = cut_stages(program, num_stages=4, cluster=with_memory(limit), recompute="full")
     assert "no cut fits" not in cut.log[-1]
     for stage, count in zip(recompute_activations(cut, recompute="full").stages, (4, 3, 2, 1), strict=True):
@@ -456,17 +435,13 @@ def test_a_cut_within_a_kernel_costs_what_its_parts_take() -> None:
         taken = [sum(1e9 * durations.seconds(work).total for work in own) for own in works]
         penalty = times.split_penalty[0][at]
         within += penalty > 0
-        assert [sum(own) + penalty for own in (times.forward[:at], times.forward[at:])] == pytest.approx(
-            taken, 1e-3
-        )
+        assert [sum(own) + penalty for own in (times.forward[:at], times.forward[at:])] == pytest.approx(taken, 1e-3)
     assert within == 3  # between a sum and its norm
 
 
 @pytest.mark.parametrize(
     ("name", "recompute"),
-    slow_rows_but(
-        [("gpt2", "none"), ("llama", "full")], product(("sample", "gpt2", "llama"), ("none", "full"))
-    ),
+    slow_rows_but([("gpt2", "none"), ("llama", "full")], product(("sample", "gpt2", "llama"), ("none", "full"))),
 )
 def test_no_cut_changes_a_bit(name: str, recompute: str) -> None:
     """Of the loss or a gradient, whatever kernels were made of the operators on either side."""

@@ -21,9 +21,7 @@ Tolls = list[int | None]
 def stage_costs(costs: list[int], tolls: Tolls, positions: tuple[int, ...]) -> list[int]:
     ends = (0, *positions, len(costs))
     charged = [0, *(tolls[i] or 0 for i in positions), 0]
-    return [
-        sum(costs[a:b]) + charged[k] + charged[k + 1] for k, (a, b) in enumerate(itertools.pairwise(ends))
-    ]
+    return [sum(costs[a:b]) + charged[k] + charged[k + 1] for k, (a, b) in enumerate(itertools.pairwise(ends))]
 
 
 def rank_sums(per_stage: list[int], ranks: int) -> list[int]:
@@ -171,26 +169,20 @@ def test_the_cheapest_of_equal_places_is_taken() -> None:
 
 
 def test_too_few_units() -> None:
-    with pytest.raises(
-        ValueError, match=r"cannot be cut into 6 stages: it has 3 cuttable units; .* at most 3"
-    ):
+    with pytest.raises(ValueError, match=r"cannot be cut into 6 stages: it has 3 cuttable units; .* at most 3"):
         cut_sequence([5, 5, 0, 5, 5], [0, 0, 0, 0, None], num_stages=6, num_pipeline_ranks=3)
 
 
 def test_cuts_that_fit_nowhere_name_the_stage_and_bytes() -> None:
     memory = Memory([10**9, 7 * 10**9, 10**9], [10**9] * 3, [[3, 2, 1]], [0] * 3, 5 * 10**9)
     cut = cut_sequence([1] * 3, [0] * 3, memory, num_stages=3, num_pipeline_ranks=3)
-    assert re.match(
-        r"no cut fits in 5\.00 GB .* stage 1 holds 9\.00 GB, .* rank 1 is 4\.00 GB over", cut.overflow
-    )
+    assert re.match(r"no cut fits in 5\.00 GB .* stage 1 holds 9\.00 GB, .* rank 1 is 4\.00 GB over", cut.overflow)
 
 
 def test_cuts_that_fit_nowhere_name_the_reserved_bytes() -> None:
     memory = Memory([4 * 10**9, *[10**9] * 3], [0] * 4, [[0] * 4], [9 * 10**9] * 2, 8 * 10**9)
     cut = cut_sequence([1] * 4, [0] * 4, memory, num_stages=4, num_pipeline_ranks=2)
-    held = (
-        r"stage 0 holds 4\.00 GB beside 9\.00 GB that are reserved, and its pipeline rank 0 is 6\.00 GB over"
-    )
+    held = r"stage 0 holds 4\.00 GB beside 9\.00 GB that are reserved, and its pipeline rank 0 is 6\.00 GB over"
     assert re.search(held, cut.overflow)
 
 
@@ -209,34 +201,8 @@ def test_without_time_the_dynamic_programme_stands_and_says_so() -> None:
 
 def transformer(layers: int) -> tuple[list[int], Tolls]:
     """About a GPT of hidden size 12288 at t = 8, in microseconds: small operators between the GEMMs."""
-    layer = [
-        90,
-        150,
-        0,
-        5400,
-        0,
-        0,
-        800,
-        0,
-        1800,
-        None,
-        160,
-        0,
-        120,
-        90,
-        150,
-        7200,
-        60,
-        30,
-        30,
-        7200,
-        None,
-        160,
-        120,
-    ]
-    wide = (
-        dict.fromkeys(range(3, 7), 700) | dict.fromkeys(range(7, 10), 400) | dict.fromkeys(range(16, 21), 800)
-    )
+    layer = [90, 150, 0, 5400, 0, 0, 800, 0, 1800, None, 160, 0, 120, 90, 150, 7200, 60, 30, 30, 7200, None, 160, 120]
+    wide = dict.fromkeys(range(3, 7), 700) | dict.fromkeys(range(7, 10), 400) | dict.fromkeys(range(16, 21), 800)
     costs: list[int] = [400, 160]
     tolls: Tolls = [None, None]
     for _ in range(layers):
@@ -245,9 +211,7 @@ def transformer(layers: int) -> tuple[list[int], Tolls]:
     return [*costs, 90, 4800, 300], [*tolls, 260, 260, None]
 
 
-@pytest.mark.parametrize(
-    ("layers", "ranks", "chunks"), [(128, 64, 1), (128, 64, 2), (96, 12, 4), (300, 64, 2)]
-)
+@pytest.mark.parametrize(("layers", "ranks", "chunks"), [(128, 64, 1), (128, 64, 2), (96, 12, 4), (300, 64, 2)])
 def test_many_stages_are_cut_well(layers: int, ranks: int, chunks: int) -> None:
     costs, tolls = transformer(layers)
     assert cut_sequence(costs, tolls, num_stages=ranks * chunks, num_pipeline_ranks=ranks).gap < 0.1

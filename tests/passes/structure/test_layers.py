@@ -100,12 +100,7 @@ def test_every_call_of_a_layer_and_no_other(name: str, tensor: int, stages: int)
         outside = [n for n in own if f".{number}." not in f".{info(n).path}."]
         assert not outside, f"layer {number} has {outside}"
     inside = {node for layer in layers for part in layer for node in part}
-    left = [
-        n
-        for stage in program.stages
-        for n in stage.graph.nodes
-        if n.op == "call_function" and n not in inside
-    ]
+    left = [n for stage in program.stages for n in stage.graph.nodes if n.op == "call_function" and n not in inside]
     assert not [n for n in left if any(f".{i}.mlp" in f".{info(n).path}" for i in range(LAYERS))]
 
 

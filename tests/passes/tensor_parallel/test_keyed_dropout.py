@@ -26,21 +26,13 @@ from tests.passes.tensor_parallel.test_sharding import (
     tokens,
 )
 
-OPT: dict[str, Any] = {
-    **SIZES,
-    "ffn_dim": 48,
-    "max_position_embeddings": 16,
-    "word_embed_proj_dim": 32,
-    "dropout": 0.3,
-}
+OPT: dict[str, Any] = {**SIZES, "ffn_dim": 48, "max_position_embeddings": 16, "word_embed_proj_dim": 32, "dropout": 0.3}
 
 
 def with_dropout(name: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     if name == "gpt":
-        model: nn.Module = GPT(
-            GPTConfig(vocab_size=67, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.3)
-        )
+        model: nn.Module = GPT(GPTConfig(vocab_size=67, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.3))
         ids = tokens()
         return model.double(), {"idx": ids["input_ids"], "targets": ids["labels"]}
     if name == "gpt2":  # its attention is written out
@@ -65,9 +57,7 @@ def test_masks_are_those_of_one_device(name: str, batch: int) -> None:
     inputs = {key: value[:batch] for key, value in inputs.items()}
     weights = dict(model.named_parameters())
     programs = [prepare(model, tensor, inputs) for tensor in (1, 2)]
-    assert any(
-        n.target in (kernels.dropout, kernels.scaled_softmax) for n in programs[0].stages[0].graph.nodes
-    )
+    assert any(n.target in (kernels.dropout, kernels.scaled_softmax) for n in programs[0].stages[0].graph.nodes)
     losses, shards = zip(*(run_sharded(p, weights, inputs) for p in programs), strict=True)
     assert float((losses[0][0] - losses[1][0]).abs()) < 2e-6
     found, wanted = (join_gradients(p, s) for p, s in zip(programs, shards, strict=True))
@@ -82,9 +72,7 @@ def test_each_row_has_the_mask_of_its_sample_whatever_the_microbatch_size() -> N
     model, inputs = with_dropout("gpt")
     whole = prepare(model, 1, inputs)
     single = prepare(model, 1, {key: value[:1] for key, value in inputs.items()})
-    keyed = [
-        n.kwargs for p in (whole, single) for n in p.stages[0].graph.nodes if n.target is kernels.dropout
-    ]
+    keyed = [n.kwargs for p in (whole, single) for n in p.stages[0].graph.nodes if n.target is kernels.dropout]
     assert {k["sample"] for k in keyed} == {0}
 
 
@@ -157,9 +145,7 @@ def test_a_dropped_loss_needs_microbatches_of_one_sequence() -> None:
             return nn.functional.dropout(self.embed(idx).square().mean(), 0.3, self.training)
 
     ids = {name: torch.zeros((2, 8), dtype=torch.long) for name in ("idx", "targets")}
-    with pytest.raises(
-        ValueError, match=r"in which the batch is no dimension of its own.* microbatch_size=1"
-    ):
+    with pytest.raises(ValueError, match=r"in which the batch is no dimension of its own.* microbatch_size=1"):
         autoptd.compile(Dropped(), (1, 1, 1), example_inputs=ids)
     program = autoptd.compile(Dropped(), (1, 1, 1), example_inputs={n: x[:1] for n, x in ids.items()})
     (dropout,) = (n for n in program.stages[0].graph.nodes if n.target is kernels.dropout)

@@ -71,9 +71,7 @@ def distilled(model: Model, hidden: Tensor, labels: Tensor) -> Tensor:
 def chunked(model: Model, hidden: Tensor, labels: Tensor) -> Tensor:
     """As torchtune computes it: the head, too, chunk by chunk."""
     parts = zip(hidden.chunk(3, dim=1), labels.chunk(3, dim=1), strict=True)
-    losses = [
-        F.cross_entropy(model.head(x).flatten(0, 1).float(), y.flatten(), reduction="sum") for x, y in parts
-    ]
+    losses = [F.cross_entropy(model.head(x).flatten(0, 1).float(), y.flatten(), reduction="sum") for x, y in parts]
     return torch.stack(losses).sum() / (labels != -100).sum()
 
 
@@ -91,28 +89,20 @@ def by_hand(logits: Tensor, labels: Tensor) -> Tensor:
 
 FORMS: dict[str, Loss] = {
     "cross_entropy": on_logits(lambda x, y: F.cross_entropy(x.view(-1, x.shape[-1]), y.view(-1))),
-    "nll of log_softmax": on_logits(
-        lambda x, y: F.nll_loss(F.log_softmax(x, -1).view(-1, x.shape[-1]), y.view(-1))
-    ),
+    "nll of log_softmax": on_logits(lambda x, y: F.nll_loss(F.log_softmax(x, -1).view(-1, x.shape[-1]), y.view(-1))),
     "nll of the logarithm of softmax": on_logits(
         lambda x, y: F.nll_loss(x.softmax(-1).log().flatten(0, 1), y.flatten(), reduction="sum") / y.numel()
     ),
     "log_softmax and gather": on_logits(lambda x, y: gathered(F.log_softmax(x, -1), y)),
     "logsumexp and gather": on_logits(lambda x, y: gathered(x - torch.logsumexp(x, -1, keepdim=True), y)),
     "picked by arange": on_logits(
-        lambda x, y: (
-            -F.log_softmax(x.flatten(0, 1), 1)[torch.arange(y.numel()), y.flatten().clamp(min=0)].mean()
-        )
+        lambda x, y: -F.log_softmax(x.flatten(0, 1), 1)[torch.arange(y.numel()), y.flatten().clamp(min=0)].mean()
     ),
     "z-loss": on_logits(
-        lambda x, y: (
-            F.cross_entropy(x.flatten(0, 1), y.flatten()) + 1e-2 * torch.logsumexp(x, -1).pow(2).mean()
-        )
+        lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()) + 1e-2 * torch.logsumexp(x, -1).pow(2).mean()
     ),
     "by hand": on_logits(by_hand),
-    "label smoothing": on_logits(
-        lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), label_smoothing=0.1)
-    ),
+    "label smoothing": on_logits(lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), label_smoothing=0.1)),
     "label smoothing by hand": on_logits(smoothed),
     "class weights": lambda model, hidden, y: F.cross_entropy(
         model.head(hidden).flatten(0, 1), y.flatten(), weight=model.weight
@@ -145,8 +135,7 @@ FORMS: dict[str, Loss] = {
     ),
     "entropy": on_logits(
         lambda x, y: (
-            F.cross_entropy(x.flatten(0, 1), y.flatten())
-            - 0.1 * (x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean()
+            F.cross_entropy(x.flatten(0, 1), y.flatten()) - 0.1 * (x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean()
         )
     ),
     "one-hot": on_logits(
@@ -155,9 +144,7 @@ FORMS: dict[str, Loss] = {
     "smoothed one-hot": on_logits(
         lambda x, y: F.cross_entropy(x.mT, (F.one_hot(y, x.shape[-1]).to(x) * 0.9 + 0.1 / x.shape[-1]).mT)
     ),
-    "smoothing by a mean": on_logits(
-        lambda x, y: gathered(x.log_softmax(-1), y) - x.log_softmax(-1).mean() / 9
-    ),
+    "smoothing by a mean": on_logits(lambda x, y: gathered(x.log_softmax(-1), y) - x.log_softmax(-1).mean() / 9),
     "weighted by a count": on_logits(
         lambda x, y: (F.cross_entropy(x.mT, y, reduction="none") * (x >= 0).sum(-1)).mean()
     ),
@@ -259,26 +246,14 @@ def test_soft_labels_of_the_batch_are_taken_by_the_ranks(vocabulary: int) -> Non
 @pytest.mark.parametrize(
     ("found", "edited", "message"),
     [
-        (
-            "head, dim=-1, vocabulary=13",
-            "head, dim=-1, vocabulary=12",
-            "has vocabulary=12, where head has 13 rows",
-        ),
-        (
-            "head, dim=-1, vocabulary=13",
-            "tanh, dim=-1, vocabulary=13",
-            "reads tanh, .* divided along dimension 2",
-        ),
+        ("head, dim=-1, vocabulary=13", "head, dim=-1, vocabulary=12", "has vocabulary=12, where head has 13 rows"),
+        ("head, dim=-1, vocabulary=13", "tanh, dim=-1, vocabulary=13", "reads tanh, .* divided along dimension 2"),
         (
             "log_softmax_total_f)",
             "log_softmax_total)",
             "log_softmax .* is divided and reads log_softmax_total as it is",
         ),
-        (
-            "aten.squeeze(gather, -1)",
-            "aten.squeeze(aten.slice(log_softmax, 2, 0, 1), -1)",
-            "takes rows 0 to 0",
-        ),
+        ("aten.squeeze(gather, -1)", "aten.squeeze(aten.slice(log_softmax, 2, 0, 1), -1)", "takes rows 0 to 0"),
     ],
 )
 def test_a_wrong_edit_is_refused(found: str, edited: str, message: str, tmp_path: Path) -> None:

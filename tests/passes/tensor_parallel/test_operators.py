@@ -41,9 +41,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
         x.greater(0) | x.less_equal(-1), x.arctan() + torch.fmin(x, x.cos())
     ),
     "norm of heads": lambda x: F.normalize(x.unflatten(2, (4, 4)), dim=-1).flatten(2),
-    "old norm of heads": lambda x: (x.unflatten(2, (4, 4)) / x.unflatten(2, (4, 4)).norm(3, 3, True)).flatten(
-        2
-    ),
+    "old norm of heads": lambda x: (x.unflatten(2, (4, 4)) / x.unflatten(2, (4, 4)).norm(3, 3, True)).flatten(2),
 }
 
 
@@ -58,12 +56,10 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "select_scatter, last": lambda x: assign(x, -1),
     "select_scatter of a feature": lambda x: assign(x.transpose(1, 2), 3).transpose(1, 2),
     "add in place": lambda x: assign(x, 2).select(1, 0).mul_(2)[:, None] + x,
-    "conv1d": lambda x: F.conv1d(
-        x.transpose(1, 2), torch.ones(16, 1, 3).to(x) / 3, padding=1, groups=16
-    ).transpose(1, 2),
-    "a matrix by a batch": lambda x: (
-        x + (torch.ones(16, 16).to(x).tril() @ x.transpose(1, 2)).transpose(1, 2)
+    "conv1d": lambda x: F.conv1d(x.transpose(1, 2), torch.ones(16, 1, 3).to(x) / 3, padding=1, groups=16).transpose(
+        1, 2
     ),
+    "a matrix by a batch": lambda x: x + (torch.ones(16, 16).to(x).tril() @ x.transpose(1, 2)).transpose(1, 2),
     "a matrix by a batch of one": lambda x: x + (torch.ones(6, 6).to(x).tril() @ x[:1]),
     "glu": lambda x: F.glu(x).repeat(1, 1, 2),
     "group_norm": lambda x: F.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
@@ -108,9 +104,7 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "linalg_vecdot": lambda x: x * torch.linalg.vecdot(x, x.cos())[..., None],
     "diag_embed": lambda x: x + torch.diag_embed(x).sum(2),
     "bilinear": lambda x: F.bilinear(x, x.cos(), torch.ones(16, 16, 16).to(x) / 16),
-    "multi_margin_loss": lambda x: (
-        x * F.multi_margin_loss(x.flatten(0, 1), torch.zeros(12, dtype=torch.long))
-    ),
+    "multi_margin_loss": lambda x: x * F.multi_margin_loss(x.flatten(0, 1), torch.zeros(12, dtype=torch.long)),
 }
 
 if TorchVersion(torch.__version__) < "2.13":  # 2.11 differentiates not the one, and traces not the other

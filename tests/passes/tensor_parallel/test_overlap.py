@@ -210,9 +210,7 @@ def test_other_readers_are_left_alone(rewrite: Callable[[fx.Graph, fx.Node], Non
 def test_golden(golden: Callable[[str, str], None]) -> None:
     torch.manual_seed(0)
     example = {name: torch.zeros(2, 16, dtype=torch.long) for name in ("ids", "labels")}
-    program = autoptd.compile(
-        Attention(False), (2, 1, 1), example_inputs=example, num_microbatches=2, recompute="none"
-    )
+    program = autoptd.compile(Attention(False), (2, 1, 1), example_inputs=example, num_microbatches=2, recompute="none")
     golden("overlap.py", re.sub(r"test_overlap.py:\d+", "test_overlap.py:N", program.texts[0]))
 
 

@@ -25,20 +25,9 @@ from samples.gpt import GPT, GPTConfig, SelfAttention
 from tests.captures import shared_capture
 from tests.interpret import run_stage
 
-SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "vocab_size": 67,
-}
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 67}
 POSITIONS = {"max_position_embeddings": 16}
-LLAMA: dict[str, Any] = {
-    **SIZES,
-    **POSITIONS,
-    "intermediate_size": 48,
-    "num_key_value_heads": 2,
-    "pad_token_id": None,
-}
+LLAMA: dict[str, Any] = {**SIZES, **POSITIONS, "intermediate_size": 48, "num_key_value_heads": 2, "pad_token_id": None}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 67, "n_positions": 16, **NO_DROPOUT}
 NEO = {
@@ -49,10 +38,7 @@ NEO = {
 BLOOM = {**SIZES, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
-    "opt": (
-        "OPTForCausalLM",
-        {**SIZES, **POSITIONS, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
-    ),
+    "opt": ("OPTForCausalLM", {**SIZES, **POSITIONS, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "neox": ("GPTNeoXForCausalLM", {**SIZES, **POSITIONS, "intermediate_size": 48}),
     "llama": ("LlamaForCausalLM", LLAMA),
     "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 5, "head_dim": 8}),
@@ -76,9 +62,7 @@ def build(name: str) -> nn.Module:
     config.use_cache = False
     model: nn.Module = getattr(transformers, cls)(config).double()
     with torch.no_grad():
-        for (
-            parameter
-        ) in model.parameters():  # biases and norms start at 0 and 1: too special to show a mistake
+        for parameter in model.parameters():  # biases and norms start at 0 and 1: too special to show a mistake
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
 
@@ -160,14 +144,10 @@ def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
     """
     assert found.keys() == wanted.keys()
     floor = 1e-6 * max(float(g.abs().max()) for g in wanted.values())
-    return max(
-        float((found[n] - g).abs().max()) / max(float(g.abs().max()), floor) for n, g in wanted.items()
-    )
+    return max(float((found[n] - g).abs().max()) / max(float(g.abs().max()), floor) for n, g in wanted.items())
 
 
-def check_equal(
-    model: nn.Module, tensor: int, inputs: Mapping[str, Tensor], tolerance: float = 1e-12
-) -> Program:
+def check_equal(model: nn.Module, tensor: int, inputs: Mapping[str, Tensor], tolerance: float = 1e-12) -> Program:
     program = prepare(model, tensor, inputs)
     loss, gradients = run_plain(model, inputs)
     losses, shards = run_sharded(program, dict(model.named_parameters()), inputs)
@@ -202,9 +182,7 @@ def test_a_divided_model_has_the_plain_models_loss_and_gradients(name: str, tens
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_sample_gpt_in_float64(tensor: int, tied: bool, bias: bool) -> None:
     torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=67, block_size=8, n_layer=2, n_head=4, n_embd=32, bias=bias, tie_weights=tied
-    )
+    config = GPTConfig(vocab_size=67, block_size=8, n_layer=2, n_head=4, n_embd=32, bias=bias, tie_weights=tied)
     ids = {"idx": torch.randint(67, (2, 8)), "targets": torch.randint(67, (2, 8))}
     program = check_equal(GPT(config).double(), tensor, ids)
     # Two per layer (SC21 §2.3), and one for the embedding forward, one before the head backward.
@@ -218,10 +196,7 @@ def segments(program: Program, name: str) -> tuple[int | None, list[tuple[int, i
 
 def test_packed_weights_are_divided_per_head_inside_each_block() -> None:
     program = prepare(build("gpt2"), 2, tokens())
-    assert segments(program, "transformer.h.0.attn.c_attn.weight") == (
-        1,
-        [(3, 4, 8, True)],
-    )  # stored in x out
+    assert segments(program, "transformer.h.0.attn.c_attn.weight") == (1, [(3, 4, 8, True)])  # stored in x out
     assert segments(program, "transformer.h.0.attn.c_proj.weight") == (0, [(1, 4, 8, True)])
     program = prepare(build("bloom"), 2, tokens())
     name = "transformer.h.0.self_attention.query_key_value.weight"
@@ -285,9 +260,7 @@ def test_a_sum_over_two_dimensions_of_a_weight_is_no_product_of_activations() ->
     model.h[0].attn = Joined(config).double()
     ids = {"idx": torch.randint(64, (2, 8)), "targets": torch.randint(64, (2, 8))}
     (line,) = (e for e in check_equal(model, 2, ids).log if e.startswith("attention replicated"))
-    assert re.search(
-        r"because aten.einsum \(test_sharding.py:\d+\) sums over it and 1 more at once: h.0", line
-    )
+    assert re.search(r"because aten.einsum \(test_sharding.py:\d+\) sums over it and 1 more at once: h.0", line)
 
 
 def test_attention_that_cannot_be_divided_is_replicated_with_its_cost_and_its_cause() -> None:
@@ -327,9 +300,7 @@ class Chunked(SelfAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        q, k, v = (
-            y.view(b, s // 8, 8, self.n_head, -1).permute(0, 3, 1, 2, 4) for y in self.c_attn(x).split(h, 2)
-        )
+        q, k, v = (y.view(b, s // 8, 8, self.n_head, -1).permute(0, 3, 1, 2, 4) for y in self.c_attn(x).split(h, 2))
         mixed = (q @ k.transpose(-1, -2)).tanh() @ v
         out: Tensor = self.c_proj(mixed.permute(0, 2, 3, 1, 4).reshape(b, s, h))
         return out
@@ -350,9 +321,7 @@ def test_chunks_are_not_taken_for_heads(chunks: int) -> None:
 def test_key_value_heads_that_do_not_fit_are_refused() -> None:
     options = {**LLAMA, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 6}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, use_cache=False))
-    with pytest.raises(
-        ValueError, match=r"6 key-value heads do not divide over tensor=4 .* use tensor=1, 2, 3 or 6"
-    ):
+    with pytest.raises(ValueError, match=r"6 key-value heads do not divide over tensor=4 .* use tensor=1, 2, 3 or 6"):
         prepare(model, 4, tokens())
 
 
@@ -431,9 +400,7 @@ def test_a_rule_has_a_group_for_a_tensor_that_is_given_twice() -> None:
     class Squared(Scaled):
         def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
             x = self.up(self.embed(idx)) * self.scale
-            return nn.functional.cross_entropy(
-                self.head(self.down(multiply(x, x))).flatten(0, 1), targets.flatten()
-            )
+            return nn.functional.cross_entropy(self.head(self.down(multiply(x, x))).flatten(0, 1), targets.flatten())
 
     torch.manual_seed(0)
     model = Squared().double()

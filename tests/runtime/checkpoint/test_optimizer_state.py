@@ -65,9 +65,7 @@ def test_rows_of_adafactor_are_refused() -> None:
     optimizer = torch.optim.Adafactor([names["a"]])
     names["a"].grad = torch.ones(3, 2)
     optimizer.step()
-    with pytest.raises(
-        autoptd.CheckpointError, match=r"state 'row_var' of a has shape \[3, 1\].*leave optimizer="
-    ):
+    with pytest.raises(autoptd.CheckpointError, match=r"state 'row_var' of a has shape \[3, 1\].*leave optimizer="):
         NamedOptimizer(optimizer, names).states()
 
 

@@ -65,11 +65,7 @@ def test_pieces_are_every_element_once(shape: tuple[int, int, int], elements: in
             flats = divide_flat(manifest, rank) if divided else {}
             for piece in assign_pieces(manifest, rank, flats):
                 name, region = piece.name, piece.region
-                own = (
-                    PARAMETERS[name]
-                    .placement["tensor"]
-                    .take(logical[name], mesh.tensor, rank.coordinates.tensor)
-                )
+                own = PARAMETERS[name].placement["tensor"].take(logical[name], mesh.tensor, rank.coordinates.tensor)
                 if divided:
                     own = own.reshape(-1)[flats[name].first : flats[name].end]
                 assert torch.equal(piece.view(own, flats.get(name)), logical[name][region.slices])

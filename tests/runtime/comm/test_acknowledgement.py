@@ -57,10 +57,7 @@ def test_the_last_in_the_channels_order_counts() -> None:
     )
     schedule = tuple(tuple(map(Action.parse, row)) for row in rows)
     last = Action.parse("0SEND_F1")
-    assert find_acknowledged(schedule, 0) == {
-        Action(0, Kind("RECV_B"), 0): last,
-        Action(0, Kind("RECV_B"), 1): last,
-    }
+    assert find_acknowledged(schedule, 0) == {Action(0, Kind("RECV_B"), 0): last, Action(0, Kind("RECV_B"), 1): last}
 
 
 def test_an_empty_message_proves_nothing() -> None:

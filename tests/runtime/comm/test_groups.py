@@ -122,9 +122,7 @@ def test_gathers_take_any_memory_layout() -> None:
         return [
             torch.equal(one, two)
             for each in given
-            for one, two in zip(
-                rank.group("tensor").all_gather(each[rank.group("tensor").index]), each, strict=True
-            )
+            for one, two in zip(rank.group("tensor").all_gather(each[rank.group("tensor").index]), each, strict=True)
         ]
 
     assert on_processes(Mesh(2, 1, 1), gather) == [[True] * 6] * 2
@@ -182,9 +180,7 @@ def test_a_missing_collective_is_a_deadlock_not_a_hang() -> None:
         if rank.group("tensor").index != 1:
             rank.group("tensor").all_reduce(torch.ones(2))
 
-    with pytest.raises(
-        RuntimeError, match=r"deadlock.*tensor group \[0, 1, 2\] rank 0 of 3 in all_reduce sum"
-    ):
+    with pytest.raises(RuntimeError, match=r"deadlock.*tensor group \[0, 1, 2\] rank 0 of 3 in all_reduce sum"):
         on_threads(Mesh(3, 1, 1), forget)
 
 

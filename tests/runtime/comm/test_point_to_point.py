@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoptd.runtime.comm.point_to_point import (
-    Channel,
-    ThreadChannel,
-    neighbours,
-    process_channels,
-    thread_channels,
-)
+from autoptd.runtime.comm.point_to_point import Channel, ThreadChannel, neighbours, process_channels, thread_channels
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Mesh
 from tests.ranks import run_ranks
@@ -80,9 +74,7 @@ def test_ends_that_disagree_are_named() -> None:
         else:
             channel.receive((2,), torch.float32, CPU).wait()
 
-    with pytest.raises(
-        RuntimeError, match=r"receive 0 on channel 0 -> 1 .*\[2\] met a send of torch.float32\[3\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"receive 0 on channel 0 -> 1 .*\[2\] met a send of torch.float32\[3\]"):
         world.run(work, [0, 1])
 
 

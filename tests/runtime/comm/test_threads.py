@@ -42,9 +42,7 @@ def interrupt(_: int) -> tuple[list[int], int, int]:
 
 def test_an_interrupt_leaves_no_rank_behind() -> None:
     """It would abort the process: a thread inside torch when the interpreter ends does."""
-    ((ended, before, after),) = run_ranks(
-        interrupt, 1
-    )  # the process of the tests may take an interrupt for its end
+    ((ended, before, after),) = run_ranks(interrupt, 1)  # the process of the tests may take an interrupt for its end
     assert ended == [0, 1]
     assert before == after
 

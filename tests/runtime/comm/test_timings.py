@@ -88,9 +88,7 @@ def test_measured_traces_have_the_format_of_predicted_ones(tmp_path: Path) -> No
     program = compile_small()
     run_ranks(take_steps, 4, program, tmp_path)
     program.simulate("laptop-cpu").save_trace(tmp_path / "predicted.json")
-    (measured, ran), (predicted, foreseen) = (
-        read_spans(tmp_path / name) for name in ("step.json", "predicted.json")
-    )
+    (measured, ran), (predicted, foreseen) = (read_spans(tmp_path / name) for name in ("step.json", "predicted.json"))
     assert measured.keys() == predicted.keys()
     assert {frozenset(span) for span in ran} == {frozenset(span) for span in foreseen}
     inside = {"gradients of weights", "all-reduce over the tensor ranks"}
@@ -104,9 +102,7 @@ def test_the_tensor_ranks_sums_are_shown_beside_gradients_of_weights(tmp_path: P
     program = compile_small()
     run_ranks(take_steps, 4, program, tmp_path)
     trace, spans = read_spans(tmp_path / "step.json")
-    threads = {
-        (e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"
-    }
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     for rank in range(2):
         own = [span for span in spans if span["pid"] == rank]
         backwards = [span for span in own if span["cat"] == "backward"]

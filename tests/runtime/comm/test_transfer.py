@@ -32,9 +32,7 @@ X = Boundary("x", (2, 6), torch.float32, True)
 def test_boundaries_scattered_over_the_tensor_ranks(
     shape: tuple[int, ...], divided: bool, tensor: int, scatter_gather: bool, scattered: bool
 ) -> None:
-    boundary = Boundary(
-        "x", shape, torch.float32, True, Placement(tensor=Shard(0)) if divided else REPLICATED
-    )
+    boundary = Boundary("x", shape, torch.float32, True, Placement(tensor=Shard(0)) if divided else REPLICATED)
     assert is_scattered(boundary, tensor, scatter_gather) is scattered
 
 
@@ -56,9 +54,7 @@ def test_values_arrive_as_they_left(scatter_gather: bool) -> None:
         at = rank.coordinates
         channel = channels[mesh.rank_of(0, 0, at.tensor), mesh.rank_of(0, 1, at.tensor)]
         if at.pipeline == 0:
-            buffer = SendBuffer(
-                boundaries, channel, rank.group("tensor"), scatter_gather, counts[at.tensor], "0 -> 1"
-            )
+            buffer = SendBuffer(boundaries, channel, rank.group("tensor"), scatter_gather, counts[at.tensor], "0 -> 1")
             buffer.put(5, [*values, own[at.tensor]])
             buffer.send(5)
             return []

@@ -39,13 +39,7 @@ def replays_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def compile_gpt(mesh: Any = (1, 1, 1), dtype: torch.dtype = torch.float64, **options: Any) -> CompiledProgram:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "block_size": LENGTH,
-        "n_layer": 4,
-        "n_embd": 32,
-        "n_head": 4,
-    }
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "block_size": LENGTH, "n_layer": 4, "n_embd": 32, "n_head": 4}
     model = GPT(GPTConfig(**sizes, dropout=0.1)).to(dtype)
     given = {"microbatch_size": 1, "num_microbatches": MICROBATCHES, **options}
     return autoptd.compile(model, mesh=mesh, **given)
@@ -58,9 +52,7 @@ def make_batch(seed: int, length: int = LENGTH) -> dict[str, Tensor]:
     return {"idx": idx, "targets": targets}
 
 
-def train(
-    parallel: Parallel, steps: int = 4, device: str = "cpu", between: Callable[..., Any] | None = None
-) -> Any:
+def train(parallel: Parallel, steps: int = 4, device: str = "cpu", between: Callable[..., Any] | None = None) -> Any:
     """Losses, evaluations and the last gradients of a few steps; ``between(parallel, step)`` runs before each."""
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
     found: list[Tensor] = []
@@ -300,9 +292,7 @@ def test_what_looks_at_a_step_sees_its_operators(monkeypatch: pytest.MonkeyPatch
         assert (True, True) in captured_in(parallel)
 
 
-def test_ranks_capture_before_the_schedule_and_replay_together_or_not_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_capture_before_the_schedule_and_replay_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     program = compile_gpt((1, 2, 1))
     begun: list[int] = []
     refusing: list[bool] = [False]
@@ -360,10 +350,7 @@ def test_what_moves_on_one_rank_is_captured_anew_on_all(monkeypatch: pytest.Monk
                 loss = parallel(**make_batch(step + 10 * rank))[1]
                 loss.backward()
                 keep(parallel, step)
-                losses += [
-                    loss.detach(),
-                    *(p.grad.clone() for p in parallel.parameters() if p.grad is not None),
-                ]
+                losses += [loss.detach(), *(p.grad.clone() for p in parallel.parameters() if p.grad is not None)]
                 parallel.zero_grad()
             found.append(losses)
         assert_same(*found)
@@ -383,9 +370,7 @@ def test_a_nan_is_explained_by_a_plain_run() -> None:
 
 
 def test_several_shapes_have_graphs_of_their_own() -> None:
-    examples = [
-        {n: torch.zeros(1, length, dtype=torch.long) for n in ("idx", "targets")} for length in (LENGTH, 8)
-    ]
+    examples = [{n: torch.zeros(1, length, dtype=torch.long) for n in ("idx", "targets")} for length in (LENGTH, 8)]
     program = compile_gpt.__wrapped__(example_inputs=examples, microbatch_size=None)
     found = []
     for parallel in (program.bind(), program.bind(graphs=False)):
@@ -436,11 +421,7 @@ def test_graphs_have_the_bits_of_plain_calls_on_a_card(card: str, recompute: str
         warnings.filterwarnings("error", message=".*without CUDA graphs")
         found = train(replayed, 20, card)
     assert_same(found, train(plain, 20, card))
-    assert all(
-        isinstance(replay.result[0][0], Tensor)
-        for s in slots_of(replayed)
-        for replay, _ in s._graphs.values()
-    )
+    assert all(isinstance(replay.result[0][0], Tensor) for s in slots_of(replayed) for replay, _ in s._graphs.values())
 
 
 @pytest.mark.gpu
@@ -491,9 +472,7 @@ def test_a_capture_that_fails_on_a_card_leaves_the_allocator_as_it_was(card: str
     train(plain, 1, card)
     assert_same(found, train(plain, 3, card))
     before = torch.cuda.memory_reserved()
-    for _ in range(
-        20
-    ):  # memory that another stream used is given back, as it is not while a capture is under way
+    for _ in range(20):  # memory that another stream used is given back, as it is not while a capture is under way
         other = torch.cuda.Stream()
         x = torch.empty(64 * 2**20, dtype=torch.uint8, device=card)
         x.record_stream(other)

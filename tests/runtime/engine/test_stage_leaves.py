@@ -104,9 +104,7 @@ def test_memory_that_was_left_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_step_that_broke_off_leaves_no_gradient(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_broke_off_leaves_no_gradient(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = Chain((1, 1, 1), "gpipe", 2, 3, dtype=dtype)
     parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
     expected = train(parallel, chain.batch())

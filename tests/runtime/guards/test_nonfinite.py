@@ -38,9 +38,7 @@ class Break(torch.autograd.Function):
         return gradient / (numbers != 9).to(gradient.dtype).unsqueeze(1), None
 
 
-compile_gpt = partial(
-    tiny, config=SIZES, num_microbatches=MICROBATCHES, microbatch_size=1, num_model_chunks=1
-)
+compile_gpt = partial(tiny, config=SIZES, num_microbatches=MICROBATCHES, microbatch_size=1, num_model_chunks=1)
 
 
 def tokens(seed: int = 0) -> Tensor:
@@ -118,9 +116,7 @@ def test_a_broken_input_is_named_by_its_first_reader() -> None:
     parallel = autoptd.compile(Distance(), mesh=(1, 1, 1), example_inputs=examples, num_microbatches=2).bind()
     x, y = torch.ones(2, 2, 8).unbind()
     x[1, 3] = torch.nan
-    with pytest.raises(
-        FloatingPointError, match=r"on microbatch 1, in aten\.\w+\.default, program_00.py:\d+: .*x"
-    ):
+    with pytest.raises(FloatingPointError, match=r"on microbatch 1, in aten\.\w+\.default, program_00.py:\d+: .*x"):
         parallel(x=x, y=y)
 
 
@@ -175,9 +171,7 @@ def test_a_gradient_alone_names_the_backward() -> None:
 
     ((text, untouched),) = set(run_threads(chain.manifest, body))
     assert untouched
-    assert (
-        ", but a gradient is not finite: it comes up first in the backward of stage 0 on microbatch 2" in text
-    )
+    assert ", but a gradient is not finite: it comes up first in the backward of stage 0 on microbatch 2" in text
     assert "aten.div" in text
 
 

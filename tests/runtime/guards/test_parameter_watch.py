@@ -144,8 +144,7 @@ def test_an_optimizer_that_is_not_known_to_be_elementwise_is_refused(kind: Any) 
     before = [p.detach().clone() for p in parallel.parameters()]
     for _ in range(2):
         with pytest.raises(
-            ValueError,
-            match=rf"{kind.__name__} is not known .*parallel\.whole_optimizer\({kind.__name__}, par",
+            ValueError, match=rf"{kind.__name__} is not known .*parallel\.whole_optimizer\({kind.__name__}, par"
         ):
             optimizer.step(lambda: 1.0)
     assert all(torch.equal(p, x) for p, x in zip(parallel.parameters(), before, strict=True))
@@ -155,9 +154,7 @@ def test_an_optimizer_that_is_not_known_to_be_elementwise_is_refused(kind: Any) 
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 2, 2)], ids=str)
-def test_an_optimizers_step_waits_for_no_weights(
-    mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizers_step_waits_for_no_weights(mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every optimizer in the process is watched: those of other tensors, as of ours, walk no modules for it."""
     chain = Chain(mesh, "1f1b", 1, 2)
     walks: list[nn.Module] = []
@@ -188,9 +185,7 @@ def test_an_optimizers_step_waits_for_no_weights(
 def test_modules_in_a_mode_of_their_own_are_refused() -> None:
     chain, parallel = alone()
     parallel.get_submodule("layer.0.row").eval()
-    with pytest.raises(
-        ValueError, match=r"layer\.0\.row is in evaluation mode, and the parallel model is not"
-    ):
+    with pytest.raises(ValueError, match=r"layer\.0\.row is in evaluation mode, and the parallel model is not"):
         parallel(**chain.batch())
     parallel.eval()
     parallel(**chain.batch())
@@ -223,9 +218,7 @@ def test_shared_parameters_must_be_frozen_on_all_ranks(
             parallel.train_step(batch, optimizer)
         parallel.get_parameter(name).requires_grad_(rank_here != rank)
         for _ in range(2):
-            with pytest.raises(
-                ValueError, match=rf"{name} is frozen on rank {rank} and trained on rank {others}"
-            ):
+            with pytest.raises(ValueError, match=rf"{name} is frozen on rank {rank} and trained on rank {others}"):
                 parallel(**batch)
         parallel.get_parameter(name).requires_grad_(False)
         before = parallel.get_parameter(name).clone()
@@ -235,9 +228,7 @@ def test_shared_parameters_must_be_frozen_on_all_ranks(
     run_ranks(body, chain.manifest.mesh.size)
 
 
-@pytest.mark.parametrize(
-    ("wary", "reductions"), [(100, [2, 1, 3, 2, 2, 2, 2, 2]), (1, [2, 1, 3, 2, 3, 2, 3, 2])]
-)
+@pytest.mark.parametrize(("wary", "reductions"), [(100, [2, 1, 3, 2, 2, 2, 2, 2]), (1, [2, 1, 3, 2, 3, 2, 3, 2])])
 def test_parameters_may_be_frozen_and_unfrozen_between_steps(
     wary: int, reductions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,8 +286,7 @@ def test_shards_are_of_what_all_ranks_train() -> None:
         parallel.train_step(chain.batch(connection.world.index), optimizer)
         parallel.get_parameter(NAME).requires_grad_(connection.world.index == 0)
         with pytest.raises(
-            ValueError,
-            match=rf"{NAME} would be stepped whole, on rank 1, and in bucket 0, .* on rank 0; ranks \[1\]",
+            ValueError, match=rf"{NAME} would be stepped whole, on rank 1, and in bucket 0, .* on rank 0; ranks \[1\]"
         ):
             parallel.shard_optimizer(optimizer)
         parallel.get_parameter(NAME).requires_grad_(True)

@@ -33,9 +33,7 @@ class Small(nn.Module):
     mask: Tensor
     order: Tensor
 
-    def __init__(
-        self, body: Callable[[Any, Tensor, Tensor, Tensor], Tensor], persistent: bool = True
-    ) -> None:
+    def __init__(self, body: Callable[[Any, Tensor, Tensor, Tensor], Tensor], persistent: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(10, HEADS * SIZE)

@@ -94,8 +94,7 @@ def resume(chain: Chain, shard: bool, order: Sequence[int]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "shard"),
-    [((2, 1, 2), False), ((2, 1, 2), True), ((1, 2, 2), False), ((1, 2, 2), True), ((1, 1, 4), True)],
+    ("mesh", "shard"), [((2, 1, 2), False), ((2, 1, 2), True), ((1, 2, 2), False), ((1, 2, 2), True), ((1, 1, 4), True)]
 )
 def test_a_ranks_own_state_is_taken(mesh: tuple[int, int, int], shard: bool) -> None:
     assert resume(Chain(mesh, "1f1b", 1, 2), shard, range(4)) == {""}
@@ -132,8 +131,7 @@ def test_the_same_ranks_state_of_another_program_is_refused() -> None:
             if states:
                 optimizer.load_state_dict(states[own])
                 with pytest.raises(
-                    ValueError,
-                    match=rf"saved for layer\.{own}.*has layer\.{layers[own]}.\S+\[12, 8\] in that",
+                    ValueError, match=rf"saved for layer\.{own}.*has layer\.{layers[own]}.\S+\[12, 8\] in that"
                 ):
                     step(chain, parallel, optimizer)
             else:

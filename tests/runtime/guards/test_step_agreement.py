@@ -60,9 +60,7 @@ def test_a_changed_element_changes_the_hash(dtype: torch.dtype) -> None:
 def test_a_swap_changes_the_hash() -> None:
     numbers = torch.arange(6)
     assert hash_words(numbers) != hash_words(numbers.flip(0))
-    assert hash_batch({"a": numbers, "b": numbers + 1}, CPU) != hash_batch(
-        {"a": numbers + 1, "b": numbers}, CPU
-    )
+    assert hash_batch({"a": numbers, "b": numbers + 1}, CPU) != hash_batch({"a": numbers + 1, "b": numbers}, CPU)
     assert hash_words(read_words(torch.zeros(3))) != hash_words(read_words(torch.zeros(4)))
 
 
@@ -108,9 +106,7 @@ def test_a_hundred_perturbations_are_caught_and_named() -> None:
 
 def test_a_step_refuses_a_batch_that_differs() -> None:
     config = ModelConfig(layers=2)
-    program = autoptd.compile(
-        make_model(config), (2, 2, 1), example_inputs=make_batch(config, 1), num_microbatches=4
-    )
+    program = autoptd.compile(make_model(config), (2, 2, 1), example_inputs=make_batch(config, 1), num_microbatches=4)
     name = program.manifest.inputs[0].name
 
     def work(rank: int) -> tuple[str, int, bool]:
@@ -209,10 +205,7 @@ def test_a_replica_that_steps_otherwise_is_refused(
 
     (text,) = set(run_threads(chain.manifest, body))
     replicas = [chain.manifest.mesh.tensor * chain.manifest.mesh.pipeline * i for i in range(mesh[2])]
-    assert (
-        f"of ranks {replicas}, which have one model together, [{0 if mesh[2] > 2 else replicas[-1]}] differ"
-        in text
-    )
+    assert f"of ranks {replicas}, which have one model together, [{0 if mesh[2] > 2 else replicas[-1]}] differ" in text
     assert "call optimizer.step() on every rank or on none" in text
 
 
@@ -239,9 +232,7 @@ OPTIONS = ("lr", "weight_decay", "eps", "betas", "amsgrad")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize(
-    ("mesh", "option"), [((2, 2, 1), ""), *itertools.product([(2, 2, 1), (1, 2, 2)], OPTIONS)]
-)
+@pytest.mark.parametrize(("mesh", "option"), [((2, 2, 1), ""), *itertools.product([(2, 2, 1), (1, 2, 2)], OPTIONS)])
 def test_ranks_of_a_stage_make_the_same_steps(mesh: tuple[int, int, int], sharded: bool, option: str) -> None:
     """A step more, or another option, on one of them; the other pipeline rank's rate is its own."""
     chain = Chain(mesh, "gpipe", 1, 2)
@@ -263,9 +254,7 @@ def test_ranks_of_a_stage_make_the_same_steps(mesh: tuple[int, int, int], sharde
                     state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
             optimizer.step()
             optimizer.zero_grad()
-        with pytest.raises(
-            ValueError, match=r"were different on rank . than on|has other values on"
-        ) as refused:
+        with pytest.raises(ValueError, match=r"were different on rank . than on|has other values on") as refused:
             parallel(**chain.batch())
         return str(refused.value)
 
@@ -417,10 +406,6 @@ def test_large_and_empty_gradients_are_finite() -> None:
     gradients = [torch.full((9,), 3e38), torch.zeros(0), torch.ones(2, dtype=torch.bfloat16)]
     assert are_finite(gradients, CPU)
     assert are_finite([], CPU)
-    for broken in (
-        [torch.nan],
-        [torch.inf, -torch.inf],
-        [3e38, 3e38, torch.inf],
-    ):  # the last sum overflows anyway
+    for broken in ([torch.nan], [torch.inf, -torch.inf], [3e38, 3e38, torch.inf]):  # the last sum overflows anyway
         assert not are_finite([*gradients, torch.tensor(broken)], CPU)
         assert not are_finite([torch.ones(3), torch.tensor(broken)], CPU)

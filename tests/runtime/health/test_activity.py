@@ -39,9 +39,7 @@ def test_another_call_in_place_of_a_peers_is_refused() -> None:
     second = Position(peers={3: first.slots})
     train(first, second)
     with first.call(False):
-        with pytest.raises(
-            RuntimeError, match="full_state_dict of this rank met an evaluation of rank 3"
-        ) as said:
+        with pytest.raises(RuntimeError, match="full_state_dict of this rank met an evaluation of rank 3") as said:
             second.collective_call("full_state_dict").__enter__()
         assert "which is at begin of an evaluation after step 1" in str(said.value)
 

@@ -27,11 +27,7 @@ def test_all_know_each_other() -> None:
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    assert {rank: sorted(roster.processes) for rank, roster in found.items()} == {
-        0: [1, 2],
-        1: [0, 2],
-        2: [0, 1],
-    }
+    assert {rank: sorted(roster.processes) for rank, roster in found.items()} == {0: [1, 2], 1: [0, 2], 2: [0, 1]}
     assert len({roster.name for roster in found.values()}) == 1
     assert all(roster.everybody for roster in found.values())
     found[0].slots(1)[0] = 7

@@ -11,9 +11,7 @@ import pytest
 
 from autoptd.runtime.health.malloc import SETTINGS
 
-pytestmark = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="another C library's heap is left as it is"
-)
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's heap is left as it is")
 
 BLOCKS, PAGES = 6, 4000  # 96 MiB: more than glibc keeps by itself
 CODE = f"""
@@ -43,11 +41,7 @@ def count_faults(**environment: str) -> int:
     """Pages that the system gives to a process which takes the blocks for the second time."""
     clean = {name: value for name, value in os.environ.items() if name not in SETTINGS}
     done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env={**clean, **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
+        [sys.executable, "-c", CODE], env={**clean, **environment}, stdout=subprocess.PIPE, text=True, check=True
     )
     return int(done.stdout)
 

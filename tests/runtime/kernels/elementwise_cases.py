@@ -71,9 +71,7 @@ def drop(p: float, sample: int | None, divided: int | None, rank: Rank) -> Calla
         total = x if bias is None else x + bias
         if p > 0:
             own = {"size": rank.group("tensor").size, "index": rank.group("tensor").index}
-            mask = keep_mask(
-                rank.randomness, p, OPERATOR, x.shape, CPU, sample=sample, divided=divided, **own
-            )
+            mask = keep_mask(rank.randomness, p, OPERATOR, x.shape, CPU, sample=sample, divided=divided, **own)
             total = total * mask.to(x.device) * (1 / (1 - p) if p < 1 else 0)
         return total if residual is None else total + residual
 
@@ -131,9 +129,7 @@ def rotary(interleaved: bool, spared: int) -> Case:
 
 
 def gate(activation: Any, of_gate: Callable[[Tensor], Tensor]) -> Case:
-    return Case(
-        partial(kernels.gated_product, activation=activation), lambda x, up: of_gate(x) * up, ("x", "x")
-    )
+    return Case(partial(kernels.gated_product, activation=activation), lambda x, up: of_gate(x) * up, ("x", "x"))
 
 
 def rounded_gelu(x: Tensor) -> Tensor:

@@ -57,9 +57,7 @@ def normalize_root_mean_square(x: Tensor, weight: Tensor) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def adding(
-    kind: str, parts: Sequence[str], p: float = 0.3, sample: int | None = 0, norm_bias: bool = True
-) -> RowCase:
+def adding(kind: str, parts: Sequence[str], p: float = 0.3, sample: int | None = 0, norm_bias: bool = True) -> RowCase:
     """`parts` are of "bias" and "residual"; operands x, weight, norm_bias (LayerNorm), then the parts."""
     layer = kind == "layer"
     biased = layer and norm_bias

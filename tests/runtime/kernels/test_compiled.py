@@ -68,6 +68,4 @@ def test_the_interpreter_compiles_nothing(tmp_path: Path) -> None:
 def test_spilled_registers_are_an_error(tmp_path: Path) -> None:
     done = run_python(tmp_path, "-c", STARVED)
     assert done.returncode == 1
-    assert re.search(
-        r"registers are spilled: (bias_gelu, 4h: forward, )?bias_gelu, 4h: backward", done.stderr
-    )
+    assert re.search(r"registers are spilled: (bias_gelu, 4h: forward, )?bias_gelu, 4h: backward", done.stderr)

@@ -40,9 +40,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "strided"),
-    cover_pairs(CASES, [(2, 3, 8), (3, 5, 7), (2, 2, 1030)], [False, True]),
-    ids=str,
+    ("name", "shape", "strided"), cover_pairs(CASES, [(2, 3, 8), (3, 5, 7), (2, 2, 1030)], [False, True]), ids=str
 )
 def test_the_meaning_is_the_chains(name: str, shape: tuple[int, ...], strided: bool) -> None:
     case = CASES[name]
@@ -74,8 +72,7 @@ def test_triton_is_no_worse_than_the_chain(
         # The card's float32 sigmoid is off by a unit in the last place, which 1 - sigmoid keeps where it is small.
         of_card = differentiate(case.by_sigmoid, operands, dtype)
         of_chain = [
-            max(pair, key=lambda x: error(x, exact))
-            for *pair, exact in zip(of_chain, of_card, truth, strict=True)
+            max(pair, key=lambda x: error(x, exact)) for *pair, exact in zip(of_chain, of_card, truth, strict=True)
         ]
     # The interpreter cuts bfloat16 off where a GPU rounds it: twice the error.
     cut = dtype == torch.bfloat16 and kernel_device.type == "cpu"

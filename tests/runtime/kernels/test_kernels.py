@@ -37,9 +37,7 @@ def own_part(x: Tensor, dim: int, tensor: int, index: int) -> Tensor:
     width = -(-x.shape[dim] // tensor)
     pad = list(x.shape)
     pad[dim] = width * tensor - x.shape[dim]
-    return (
-        torch.cat([x, x.new_full(pad, 1e3)], dim).narrow(dim, index * width, width).clone().requires_grad_()
-    )
+    return torch.cat([x, x.new_full(pad, 1e3)], dim).narrow(dim, index * width, width).clone().requires_grad_()
 
 
 def gradient(x: Tensor) -> Tensor:
@@ -129,9 +127,7 @@ def test_cross_entropy_holds_large_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0, 1e4]])
 
     def divided(rank: Rank) -> Tensor:
-        return kernels.cross_entropy(
-            rank, own_part(logits, 1, 2, rank.group("tensor").index), torch.tensor([3]), 4
-        )
+        return kernels.cross_entropy(rank, own_part(logits, 1, 2, rank.group("tensor").index), torch.tensor([3]), 4)
 
     for loss in on_tensor_ranks(2, divided):
         torch.testing.assert_close(loss, functional.cross_entropy(logits, torch.tensor([3])))
@@ -163,11 +159,7 @@ def test_cross_entropy_of_hidden_columns(tensor: int, all_hidden: bool, dtype: t
     joined = torch.cat([of_own for _, of_own in results], 1)
     step = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
     torch.testing.assert_close(
-        joined.double(),
-        gradient(plain),
-        rtol=step,
-        atol=1e-14 if dtype == torch.float64 else 1e-6,
-        equal_nan=True,
+        joined.double(), gradient(plain), rtol=step, atol=1e-14 if dtype == torch.float64 else 1e-6, equal_nan=True
     )
     for loss, _ in results:
         torch.testing.assert_close(loss.double(), expected.detach(), rtol=step, atol=0, equal_nan=True)
@@ -202,9 +194,7 @@ def test_cross_entropy_differentiates_once_what_it_keeps_the_softmax_of(dtype: t
         if dtype == torch.bfloat16:  # of the logits it is computed again
             loss.backward()
         else:
-            with pytest.raises(
-                RuntimeError, match="differentiated twice, its softmax has become the gradient"
-            ):
+            with pytest.raises(RuntimeError, match="differentiated twice, its softmax has become the gradient"):
                 loss.backward()
 
 
@@ -229,9 +219,7 @@ def test_cross_entropy_keeps_nothing_where_nothing_is_differentiated() -> None:
 
 def test_cross_entropy_says_what_it_takes() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
-    with pytest.raises(
-        ValueError, match=r"logits \[2, 3, 7\] and target \[2, 3\], expected \[N, V/t\] and \[N\]"
-    ):
+    with pytest.raises(ValueError, match=r"logits \[2, 3, 7\] and target \[2, 3\], expected \[N, V/t\] and \[N\]"):
         kernels.cross_entropy(rank, torch.zeros(2, 3, 7), torch.zeros(2, 3, dtype=torch.int64), 7)
     with pytest.raises(ValueError, match=r"logits \[2, 7\] and target \[2\], .* with V = 9 and t = 1"):
         kernels.cross_entropy(rank, torch.zeros(2, 7), torch.tensor([0, 8]), 9)
@@ -331,9 +319,7 @@ MASKS: dict[str, Tensor | None] = {
 def test_scaled_softmax_between_products_is_torchs_attention(mask: str, causal: bool) -> None:
     if causal and mask != "none":
         with pytest.raises(ValueError, match="a mask and is_causal=True"):
-            kernels.scaled_softmax(
-                Rank.local(Mesh(1, 1, 1)), torch.ones(1, 1, 7, 7), MASKS[mask], is_causal=True
-            )
+            kernels.scaled_softmax(Rank.local(Mesh(1, 1, 1)), torch.ones(1, 1, 7, 7), MASKS[mask], is_causal=True)
         return
     torch.manual_seed(0)
     ours = [torch.randn(2, 3, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]

@@ -76,9 +76,7 @@ def test_a_launch_like_an_earlier_one_takes_its_code() -> None:
         ((torch.ones(8), 5, None), {"num_warps": 4}),
     ],
 )
-def test_another_kind_of_launch_is_triton_s_to_compile(
-    arguments: tuple[Any, ...], constants: dict[str, Any]
-) -> None:
+def test_another_kind_of_launch_is_triton_s_to_compile(arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     kernel = Kernel()
     tiles.launch(kernel, (1,), torch.ones(8), 5, dropout=None, **CONSTANTS)
     *others, dropout = arguments
@@ -101,9 +99,7 @@ def take(value):  # type: ignore[no-untyped-def]
 def test_triton_tells_no_more_arguments_apart() -> None:
     """Where two arguments have one kind, Triton compiles the same code for both."""
     kernel = JITFunction(take)
-    bind = create_function_from_signature(
-        kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
-    )
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32)))
     numbers = [0, 1, 2, 15, 16, 17, 48, 2**31 - 1, 2**31, 2**31 + 1, 2**62 + 1, 2**63 - 1, 2**63, 2**63 + 16]
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64)
     tensors = [torch.ones(40, dtype=dtype)[start:] for dtype, start in product(dtypes, (0, 1, 16))]

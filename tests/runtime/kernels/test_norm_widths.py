@@ -39,10 +39,7 @@ def plan_backward(kernel_device: torch.device) -> Callable[..., dict[str, Any]]:
     ],
 )
 def test_launch_shapes_are_those_measured(
-    width: int,
-    centered: tuple[int, ...],
-    other: tuple[int, ...],
-    plan_backward: Callable[..., dict[str, Any]],
+    width: int, centered: tuple[int, ...], other: tuple[int, ...], plan_backward: Callable[..., dict[str, Any]]
 ) -> None:
     for centers, wanted in ((True, centered), (False, other)):
         plan = plan_backward(width, 2, centers, not centers)
@@ -64,9 +61,7 @@ def test_what_is_added_changes_the_order_of_no_sum(plan_backward: Callable[..., 
 @pytest.mark.parametrize(
     ("name", "width", "dtype"),
     cover_pairs(
-        ["layer_norm", "rms_norm", "layer, all", "rms, residual"],
-        [*WIDTHS, *ODD],
-        [torch.float32, torch.float16],
+        ["layer_norm", "rms_norm", "layer, all", "rms, residual"], [*WIDTHS, *ODD], [torch.float32, torch.float16]
     ),
     ids=str,
 )

@@ -129,9 +129,7 @@ def test_shapes_on_meta_are_those_of_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "sample", "p", "part"),
-    cover_pairs(
-        [(2, 3, 5), (2, 5, 3, 4), (3, 2, 40)], [0, 1, None], [0.1, 0.9, 1.0], [(1, 0), (3, 0), (3, 1), (3, 2)]
-    ),
+    cover_pairs([(2, 3, 5), (2, 5, 3, 4), (3, 2, 40)], [0, 1, None], [0.1, 0.9, 1.0], [(1, 0), (3, 0), (3, 1), (3, 2)]),
     ids=str,
 )
 def test_triton_draws_the_same_bits(
@@ -140,9 +138,7 @@ def test_triton_draws_the_same_bits(
     size, index = part
     rank, divided = make_rank(size, index), len(shape) - 1 if index < 2 else 2 if sample != 2 else 1
     dropped = kernels.dropout(rank, torch.ones(shape, device=kernel_device), p, OPERATOR, sample, divided)
-    mask = keep_mask(
-        rank.randomness, p, OPERATOR, shape, CPU, sample=sample, divided=divided, size=size, index=index
-    )
+    mask = keep_mask(rank.randomness, p, OPERATOR, shape, CPU, sample=sample, divided=divided, size=size, index=index)
     assert torch.equal(dropped.cpu() != 0, mask)
     assert torch.equal(dropped.cpu()[mask], torch.full((int(mask.sum()),), 1 / (1 - p) if p < 1 else 0.0))
 
@@ -186,9 +182,7 @@ def test_linear_and_gelu(transposed: bool, kernel_device: torch.device) -> None:
     found = kernels.linear_gelu(x, weight, bias, approximate="tanh", transposed=transposed)
     gradients = torch.autograd.grad(found.square().sum(), (x, weight, bias))
     x, weight, bias = (tensor.double().requires_grad_() for tensor in given)
-    wanted = functional.gelu(
-        functional.linear(x, weight.t() if transposed else weight, bias), approximate="tanh"
-    )
+    wanted = functional.gelu(functional.linear(x, weight.t() if transposed else weight, bias), approximate="tanh")
     exact = torch.autograd.grad(wanted.square().sum(), (x, weight, bias))
     for one, other in zip((found, *gradients), (wanted, *exact), strict=True):
         assert float((one - other).abs().max() / other.abs().max()) < 1e-5
@@ -222,20 +216,13 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda x, v: kernels.bias_gelu(x, v[:3]), r"x \[2, 8\] and bias \[3\], expected \[\.\., h\] and \[h\]"),
         (
-            lambda x, v: kernels.bias_gelu(x, v[:3]),
-            r"x \[2, 8\] and bias \[3\], expected \[\.\., h\] and \[h\]",
-        ),
-        (
-            lambda x, v: kernels.grouped_attention(
-                x.view(1, 1, 2, 8), x.view(1, 2, 1, 8), x.view(1, 2, 1, 8)
-            ),
+            lambda x, v: kernels.grouped_attention(x.view(1, 1, 2, 8), x.view(1, 2, 1, 8), x.view(1, 2, 1, 8)),
             r"q \[1, 1, 2, 8\], k \[1, 2, 1, 8\]",
         ),
         (
-            lambda x, v: kernels.grouped_attention(
-                x.view(1, 2, 1, 8), x.view(1, 1, 4, 4), x.view(1, 1, 4, 4)
-            ),
+            lambda x, v: kernels.grouped_attention(x.view(1, 2, 1, 8), x.view(1, 1, 4, 4), x.view(1, 1, 4, 4)),
             r"q \[1, 2, 1, 8\], k \[1, 1, 4, 4\]",
         ),
         (lambda x, v: kernels.linear_gelu(x, x.to("meta"), v[:2]), "weight on meta, others are on cpu"),
@@ -249,33 +236,18 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
             lambda x, v: kernels.bias_gelu(x, v, coefficient=0.79788456),
             "coefficient=0.79788456, expected approximate='tanh' too",
         ),
-        (
-            lambda x, v: kernels.gated_product(x, v),
-            r"gate \[2, 8\] and up \[8\], expected \[\.\., h\] and the same",
-        ),
+        (lambda x, v: kernels.gated_product(x, v), r"gate \[2, 8\] and up \[8\], expected \[\.\., h\] and the same"),
         (
             lambda x, v: kernels.gated_product(x, x, "relu"),  # type: ignore[arg-type]
             "activation='relu', expected 'silu', 'gelu' or",
         ),
         (lambda x, v: kernels.bias_dropout_add(RANK, x, x), r"x \[2, 8\] and bias \[2, 8\], expected"),
-        (
-            lambda x, v: kernels.bias_dropout_add(RANK, x, v, v),
-            r"residual \[8\], expected \[\.\., h\] and the same",
-        ),
+        (lambda x, v: kernels.bias_dropout_add(RANK, x, v, v), r"residual \[8\], expected \[\.\., h\] and the same"),
         (lambda x, v: kernels.bias_dropout_add(RANK, x, v, p=-0.1), r"probability is -0\.1, expected 0 to 1"),
-        (
-            lambda x, v: kernels.dropout(RANK, x, 0.5, 1, shape=(2, 2, 2)),
-            r"\[2, 8\] cannot be seen as \[2, 2, 2\]",
-        ),
+        (lambda x, v: kernels.dropout(RANK, x, 0.5, 1, shape=(2, 2, 2)), r"\[2, 8\] cannot be seen as \[2, 2, 2\]"),
         (lambda x, v: kernels.dropout(RANK, x.int(), 0.5, 1), "x of torch.int32"),
-        (
-            lambda x, v: kernels.dropout(RANK, x, 0.5, 1, sample=2),
-            r"sample is 2, expected a dimension of \[2, 8\]",
-        ),
-        (
-            lambda x, v: kernels.dropout(RANK, x, 0.5, 1, divided=-3),
-            r"divided is -3, expected a dimension of",
-        ),
+        (lambda x, v: kernels.dropout(RANK, x, 0.5, 1, sample=2), r"sample is 2, expected a dimension of \[2, 8\]"),
+        (lambda x, v: kernels.dropout(RANK, x, 0.5, 1, divided=-3), r"divided is -3, expected a dimension of"),
         (
             lambda x, v: kernels.grouped_attention(*[x.view(1, 2, 1, 8).int()] * 3),
             "grouped_attention was given q of torch.int32",

@@ -42,9 +42,7 @@ def attend_densely(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, scale: fl
 def compare(tensors: tuple[Tensor, Tensor, Tensor], documents: Tensor, rtol: float, atol: float) -> None:
     for x in tensors:
         x.requires_grad_()
-    found, wanted = (
-        call(*tensors, documents, scale=0.3) for call in (kernels.packed_attention, attend_densely)
-    )
+    found, wanted = (call(*tensors, documents, scale=0.3) for call in (kernels.packed_attention, attend_densely))
     weight = torch.randn_like(wanted)
     for own, other in zip(
         (found, *torch.autograd.grad((found * weight).sum(), tensors)),
@@ -78,14 +76,7 @@ def test_flash_attention_gets_all_samples_in_one_row(monkeypatch: pytest.MonkeyP
     """Where runs begin, and which rows they are: computed here by what stands for the kernel of a GPU."""
 
     def varlen_attn(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        ends: Tensor,
-        key_ends: Tensor,
-        longest: int,
-        *more: int,
-        **options: Any,
+        q: Tensor, k: Tensor, v: Tensor, ends: Tensor, key_ends: Tensor, longest: int, *more: int, **options: Any
     ) -> Tensor:
         assert options == {"scale": 0.3, "window_size": (-1, 0)}
         assert (ends is key_ends, more, ends.dtype) == (True, (longest,), torch.int32)

@@ -40,18 +40,7 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "add_norm: rms_norm": (turned, vector, None, EPS, None, None, 0.0, [], None, False),
         "add_norm: add_rms_norm": (turned, vector, None, EPS, vector, other, 0.5, KEY, MOMENT, False),
         "add_norm: add_layer_norm": (x, vector, vector, EPS, None, turned, 0.0, [], None, True),
-        "add_norm_backward": (
-            x,
-            other,
-            other,
-            vector,
-            None,
-            statistics,
-            0.5,
-            KEY,
-            MOMENT,
-            [True] * 3 + [False, True],
-        ),
+        "add_norm_backward": (x, other, other, vector, None, statistics, 0.5, KEY, MOMENT, [True] * 3 + [False, True]),
         "scaled_softmax": (scores, draw(1, 3, 8), False, 0.3, 0.5, KEY, MOMENT),
         "scaled_softmax_backward": (scores, turned.softmax(-1), None, True, 0.3, 0.0, [], None),
         "cross_entropy_statistics": (logits.detach(), 7, True),
@@ -121,12 +110,7 @@ def test_row_kernels_save_these_tensors_for_backward() -> None:
     half, single = torch.bfloat16, torch.float32
     row, whole, weight = (single, 4), (half, 64), (half, 16)
     added: dict[str, Any] = {"bias": vector, "residual": x, "p": 0.5}
-    assert saved(lambda: kernels.add_layer_norm(RANK, x, vector, vector, EPS, **added)) == [
-        whole,
-        weight,
-        row,
-        row,
-    ]
+    assert saved(lambda: kernels.add_layer_norm(RANK, x, vector, vector, EPS, **added)) == [whole, weight, row, row]
     assert saved(lambda: kernels.add_rms_norm(RANK, x, vector, EPS, **added)) == [whole, weight, row]
     assert saved(lambda: kernels.scaled_softmax(RANK, scores, is_causal=True, p=0.5)) == [(half, 512)]
     assert saved(lambda: kernels.scaled_softmax(RANK, scores)) == [(half, 512)]
@@ -163,9 +147,7 @@ def test_an_unused_result_has_no_gradient() -> None:
             for function in (CASES["layer, all"].kernel, CASES["layer, all"].chain)
         )
         for one, other in zip(found, wanted, strict=True):
-            assert (
-                (one is None or not one.any()) if other is None else torch.allclose(one, other, 1e-12, 1e-13)
-            )
+            assert (one is None or not one.any()) if other is None else torch.allclose(one, other, 1e-12, 1e-13)
 
 
 def test_nothing_to_add_is_the_norm_alone() -> None:
@@ -180,12 +162,7 @@ def test_nothing_to_add_is_the_norm_alone() -> None:
 
 sums_and_norms = pytest.mark.parametrize(
     ("kind", "p", "dtype"),
-    [
-        (k, p, d)
-        for k in ("layer", "rms")
-        for p in (0.0, 0.3)
-        for d in (torch.float32, torch.bfloat16, torch.float16)
-    ],
+    [(k, p, d) for k in ("layer", "rms") for p in (0.0, 0.3) for d in (torch.float32, torch.bfloat16, torch.float16)],
     ids=str,
 )
 
@@ -214,9 +191,7 @@ def differentiate_sum(
 
 
 @sums_and_norms
-def test_a_sum_and_its_norm_give_the_same_bits_together_and_apart(
-    kind: str, p: float, dtype: torch.dtype
-) -> None:
+def test_a_sum_and_its_norm_give_the_same_bits_together_and_apart(kind: str, p: float, dtype: torch.dtype) -> None:
     """As they stand where a stage, or a recomputed layer, ends between them."""
     together, apart = differentiate_sum(kind, p, dtype, CPU)
     assert all(map(torch.equal, together, apart))
@@ -323,52 +298,29 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
             lambda x, v: kernels.rms_norm(x, v[:3], EPS),
             r"rms_norm was given x \[2, 8\] and weight \[3\], expected \[\.\., h\] and \[h\]",
         ),
-        (
-            lambda x, v: kernels.rms_norm(x.int(), v, EPS),
-            "rms_norm was given x of torch.int32, expected float64",
-        ),
+        (lambda x, v: kernels.rms_norm(x.int(), v, EPS), "rms_norm was given x of torch.int32, expected float64"),
         (lambda x, v: kernels.rms_norm(x, v.to("meta"), EPS), "weight on meta, others are on cpu"),
         (
             lambda x, v: kernels.add_layer_norm(RANK, x, v, residual=v),
             r"x \[2, 8\] and residual \[8\], expected \[\.\., h\] and the same",
         ),
         (lambda x, v: kernels.add_layer_norm(RANK, x, v, v.long()), "norm_bias of torch.int64"),
-        (
-            lambda x, v: kernels.add_rms_norm(RANK, x, v, EPS, bias=x),
-            r"bias \[2, 8\], expected \[\.\., h\] and \[h\]",
-        ),
-        (
-            lambda x, v: kernels.add_rms_norm(RANK, x, v, EPS, p=1.5),
-            "dropout probability is 1.5, expected 0 to 1",
-        ),
+        (lambda x, v: kernels.add_rms_norm(RANK, x, v, EPS, bias=x), r"bias \[2, 8\], expected \[\.\., h\] and \[h\]"),
+        (lambda x, v: kernels.add_rms_norm(RANK, x, v, EPS, p=1.5), "dropout probability is 1.5, expected 0 to 1"),
         (lambda x, v: kernels.layer_norm(x[0, 0], v[0]), r"x \[\] and weight \[\], expected \[\.\., h\]"),
         (lambda x, v: kernels.scaled_softmax(RANK, v), r"scores \[8\] of torch.float32, expected"),
         (lambda x, v: kernels.scaled_softmax(RANK, x, x, True), "a mask and is_causal=True; give one"),
-        (
-            lambda x, v: kernels.scaled_softmax(RANK, x, x.int()),
-            r"mask \[2, 8\] of torch.int32 on cpu, expected bool",
-        ),
+        (lambda x, v: kernels.scaled_softmax(RANK, x, x.int()), r"mask \[2, 8\] of torch.int32 on cpu, expected bool"),
         (
             lambda x, v: kernels.scaled_softmax(RANK, x, x.to("meta")),
             r"scores \[2, 8\] on cpu and a mask \[2, 8\] of torch.float32 on meta",
         ),
-        (
-            lambda x, v: kernels.scaled_softmax(RANK, x, x[None]),
-            r"mask \[1, 2, 8\] .* that broadcasts",
-        ),
-        (
-            lambda x, v: kernels.scaled_softmax(RANK, x, v[:3]),
-            r"scores \[2, 8\] .* mask \[3\] .* that broadcasts",
-        ),
+        (lambda x, v: kernels.scaled_softmax(RANK, x, x[None]), r"mask \[1, 2, 8\] .* that broadcasts"),
+        (lambda x, v: kernels.scaled_softmax(RANK, x, v[:3]), r"scores \[2, 8\] .* mask \[3\] .* that broadcasts"),
         (lambda x, v: kernels.cross_entropy(RANK, x, v[:2], 8), "a target of torch.float32, expected"),
-        (
-            lambda x, v: kernels.cross_entropy(RANK, x, v[:2].long().to("meta"), 8),
-            "logits on cpu and a target on",
-        ),
+        (lambda x, v: kernels.cross_entropy(RANK, x, v[:2].long().to("meta"), 8), "logits on cpu and a target on"),
     ],
 )
-def test_row_kernels_refuse_operands_that_do_not_fit(
-    call: Callable[[Tensor, Tensor], Any], message: str
-) -> None:
+def test_row_kernels_refuse_operands_that_do_not_fit(call: Callable[[Tensor, Tensor], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(torch.ones(2, 8), torch.ones(8))

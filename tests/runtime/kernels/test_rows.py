@@ -27,8 +27,7 @@ def differentiate(function: Any, operands: list[Tensor]) -> list[Tensor]:
 
 def double(operands: list[Tensor]) -> list[Tensor]:
     return [
-        operand if operand.dtype == torch.bool else operand.detach().double().requires_grad_()
-        for operand in operands
+        operand if operand.dtype == torch.bool else operand.detach().double().requires_grad_() for operand in operands
     ]
 
 
@@ -40,9 +39,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "strided"),
-    cover_pairs(CASES, [(4, 5, 7), (2, 3, 4, 9), (2, 2, 1030)], [False, True]),
-    ids=str,
+    ("name", "shape", "strided"), cover_pairs(CASES, [(4, 5, 7), (2, 3, 4, 9), (2, 2, 1030)], [False, True]), ids=str
 )
 def test_the_meaning_is_the_chains(name: str, shape: tuple[int, ...], strided: bool) -> None:
     case = CASES[name]

@@ -37,9 +37,7 @@ def test_torch_clips_by_the_norm_of_the_whole_model(norm_type: float, foreach: b
     chain = Chain((2, 2, 2), "interleaved_1f1b", 2, 2, tied=True)
 
     def ask(parallel: Parallel) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        first = nn.utils.get_total_norm(
-            [p.grad for p in parallel.parameters() if p.grad is not None], norm_type
-        )
+        first = nn.utils.get_total_norm([p.grad for p in parallel.parameters() if p.grad is not None], norm_type)
         norm = clip_grad_norm_(parallel.parameters(), 0.01, norm_type, foreach=foreach)
         return first, norm, {n: p.grad for n, p in parallel.named_parameters() if p.grad is not None}
 
@@ -54,9 +52,7 @@ def test_torch_clips_by_the_norm_of_the_whole_model(norm_type: float, foreach: b
             whole = plain.get_parameter(name).grad
             assert whole is not None
             part = (
-                chain.manifest.parameters[name]
-                .placement["tensor"]
-                .take(whole, 2, chain.mesh.coordinates(rank).tensor)
+                chain.manifest.parameters[name].placement["tensor"].take(whole, 2, chain.mesh.coordinates(rank).tensor)
             )
             torch.testing.assert_close(gradient, part, rtol=1e-11, atol=1e-14)
 
@@ -114,9 +110,7 @@ def test_a_norm_of_some_gradients_is_refused() -> None:
 
 @pytest.mark.parametrize("mesh", [(2, 2, 1), (1, 2, 2), (1, 1, 2)])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_gradients_of_parameters_frozen_after_backward_are_clipped(
-    mesh: tuple[int, int, int], sharded: bool
-) -> None:
+def test_gradients_of_parameters_frozen_after_backward_are_clipped(mesh: tuple[int, int, int], sharded: bool) -> None:
     """An optimizer steps by the gradient that it has. What clips only trained ones leaves it out, as in torch."""
     chain = Chain(mesh, "1f1b", 1, 2)
     frozen = "layer.0.row.bias"
@@ -280,9 +274,7 @@ REACHED: dict[str, Callable[[list[nn.Parameter]], Tensor]] = {
     "attribute of torch.nn.utils": lambda ps: nn.utils.clip_grad_norm_(ps, 0.01),
     "attribute of its module": lambda ps: clip_grad.clip_grad_norm_(ps, 0.01),
     "norm alone": lambda ps: nn.utils.get_total_norm([p.grad for p in ps if p.grad is not None]),
-    "one by one": lambda ps: nn.utils.get_total_norm(
-        (p.grad for p in ps if p.grad is not None), foreach=False
-    ),
+    "one by one": lambda ps: nn.utils.get_total_norm((p.grad for p in ps if p.grad is not None), foreach=False),
 }
 
 

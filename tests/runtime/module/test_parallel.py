@@ -207,9 +207,7 @@ def test_positions_are_those_of_the_models_own_forward() -> None:
     parallel = chain.parallel(connect(chain.manifest, CPU, "text"))
     assert torch.equal(parallel(x, None, ids, None, target)["loss"], expected)
     assert torch.equal(parallel(x, None, ids, target=target)["loss"], expected)
-    with pytest.raises(
-        TypeError, match=r"unexpected argument mask \(position 1\).* compiled for x, ids, target: "
-    ):
+    with pytest.raises(TypeError, match=r"unexpected argument mask \(position 1\).* compiled for x, ids, target: "):
         parallel(x, ids, target)
     with pytest.raises(TypeError, match=r"unexpected argument scale \(position 3\)"):
         parallel(x, None, ids, 0.5, target)
@@ -246,9 +244,7 @@ def test_unequal_counts_of_labels_are_found(ids: list[int], counts: str) -> None
     chain = label_chain((1, 2, 1))
     batch = {**chain.batch(), "ids": torch.tensor(ids)}
     found = unequal_counts(chain.manifest, batch)
-    start = (
-        f"the microbatches have unequal counts of ids other than -100: {counts}. The model's loss has other"
-    )
+    start = f"the microbatches have unequal counts of ids other than -100: {counts}. The model's loss has other"
     assert found.startswith(start) if counts else found == ""
     whole = replace(chain.manifest, inputs=tuple(replace(i, batch_dim=None) for i in chain.manifest.inputs))
     assert unequal_counts(whole, batch) == ""
@@ -342,9 +338,7 @@ def test_full_state_loads_into_the_plain_model_and_back() -> None:
         with torch.no_grad():
             for p in parallel.parameters():
                 p.zero_()
-        given = {n: w for n, w in chain.weights().items() if n != "scale"} | {
-            "head.scale": chain.weights()["scale"]
-        }
+        given = {n: w for n, w in chain.weights().items() if n != "scale"} | {"head.scale": chain.weights()["scale"]}
         parallel.load_full_state_dict(given)
         after = parallel.state_dict()
         return state, all(torch.equal(after[n], x) for n, x in before.items())
@@ -394,9 +388,7 @@ def test_a_buffer_with_two_names_stays_one() -> None:
     assert parallel.layer.offset is parallel.offset
     parallel(**chain.batch())
     parallel.layer.offset = torch.zeros_like(chain.weights()["offset"])
-    with pytest.raises(
-        ValueError, match=r"the buffer layer\.offset was replaced after bind, and is one with offset"
-    ):
+    with pytest.raises(ValueError, match=r"the buffer layer\.offset was replaced after bind, and is one with offset"):
         parallel(**chain.batch())
     parallel.offset = parallel.layer.offset
     parallel(**chain.batch())
@@ -426,15 +418,12 @@ def test_outputs_are_rebuilt_round_the_loss() -> None:
     loss = torch.tensor(3.0)
     assert output_builder(Output("tensor"))(loss, {}) is loss
     assert output_builder(Output("tuple", "1", "", ("0", "1")))(loss, {}) == (None, loss)
-    assert output_builder(Output("dict", "loss", "", ("loss", "logits")))(loss, {}) == {
-        "loss": loss,
-        "logits": None,
-    }
+    assert output_builder(Output("dict", "loss", "", ("loss", "logits")))(loss, {}) == {"loss": loss, "logits": None}
     named = output_builder(Output("dict", "loss", f"{__name__}:Fields", ("loss", "logits")))(loss, {})
     assert isinstance(named, Fields)
-    assert output_builder(Output("dataclass", "loss", f"{__name__}:Result", ("loss", "logits")))(
-        loss, {}
-    ) == Result(loss, None)
+    assert output_builder(Output("dataclass", "loss", f"{__name__}:Result", ("loss", "logits")))(loss, {}) == Result(
+        loss, None
+    )
     with pytest.raises(ValueError, match="output class Missing is not found in module"):
         output_builder(Output("dataclass", "loss", f"{__name__}:Missing", ("loss",)))
 
@@ -525,9 +514,7 @@ def test_a_call_after_one_that_broke_off_is_refused(monkeypatch: pytest.MonkeyPa
             batch["x"] = torch.full_like(batch["x"], torch.nan)
         with pytest.raises(InterruptionError):
             parallel(**batch)
-        with pytest.raises(
-            RuntimeError, match=r"broke off in the middle of its schedule, .* last checkpoint"
-        ):
+        with pytest.raises(RuntimeError, match=r"broke off in the middle of its schedule, .* last checkpoint"):
             parallel(**chain.batch())
 
     run_threads(chain.manifest, body)

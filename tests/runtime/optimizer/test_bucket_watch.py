@@ -24,9 +24,7 @@ def watched(events: list[str]) -> tuple[dict[str, Tensor], list[Bucket], BucketW
     return leaves, buckets, BucketWatch(leaves, buckets, lambda _: None)
 
 
-def run(
-    leaves: dict[str, Tensor], watch: BucketWatch, events: list[str], order: tuple[str, ...] = NAMES
-) -> None:
+def run(leaves: dict[str, Tensor], watch: BucketWatch, events: list[str], order: tuple[str, ...] = NAMES) -> None:
     """A backward that comes to the leaves against `order`."""
     x = torch.ones(2, dtype=torch.float64)
     for name in order:
@@ -86,16 +84,8 @@ def test_buckets_are_of_one_dtype_and_about_their_size_and_partial_sums_come_las
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("autoptd.runtime.optimizer.gradient_buckets.BUCKET_BYTES", 32)
-    dtypes = {
-        "a": torch.float64,
-        "b": torch.bfloat16,
-        "c": torch.float32,
-        "d": torch.float64,
-        "e": torch.float32,
-    }
-    leaves = StageLeaves(
-        {0: {name: torch.ones(3, dtype=d, requires_grad=True) for name, d in dtypes.items()}}
-    )
+    dtypes = {"a": torch.float64, "b": torch.bfloat16, "c": torch.float32, "d": torch.float64, "e": torch.float32}
+    leaves = StageLeaves({0: {name: torch.ones(3, dtype=d, requires_grad=True) for name, d in dtypes.items()}})
     memory = lay_out(leaves, {0: tuple(dtypes)}, [("c",)], ("d",), 4)
     assert [(tuple(b.views), b.shard, b.flat.dtype, len(b.flat)) for b in memory] == [
         (("c",), 0, torch.float32, 4),
@@ -107,9 +97,7 @@ def test_buckets_are_of_one_dtype_and_about_their_size_and_partial_sums_come_las
 
 def test_frozen_leaves_have_no_memory() -> None:
     leaves = StageLeaves({0: {"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)}})
-    assert [tuple(bucket.views) for bucket in lay_out(leaves, {0: ("a", "b"), 1: ("a",)}, (), (), 1)] == [
-        ("b",)
-    ]
+    assert [tuple(bucket.views) for bucket in lay_out(leaves, {0: ("a", "b"), 1: ("a",)}, (), (), 1)] == [("b",)]
 
 
 def test_a_parameter_of_two_stages_has_a_sum_for_each() -> None:

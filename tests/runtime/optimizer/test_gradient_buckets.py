@@ -37,9 +37,7 @@ def test_buckets_keep_order_dtype_and_size(monkeypatch: pytest.MonkeyPatch) -> N
 
     def body(connection: Connection) -> tuple[list[Tensor], int]:
         group = connection.rank.group("data")
-        tensors = [
-            torch.full(shape, float(group.index + i), dtype=dtype) for i, (shape, dtype) in enumerate(shapes)
-        ]
+        tensors = [torch.full(shape, float(group.index + i), dtype=dtype) for i, (shape, dtype) in enumerate(shapes)]
         sum_over(group, tensors)
         return tensors, calls(group)["all_reduce"]
 

@@ -29,10 +29,7 @@ def manifest_of(mesh: tuple[int, int, int], *parameters: Parameter) -> Manifest:
 
 
 def sum_gradients(
-    manifest: Manifest,
-    connection: Connection,
-    gradients: Mapping[str, Tensor],
-    shards: Sequence[FlatShard] = (),
+    manifest: Manifest, connection: Connection, gradients: Mapping[str, Tensor], shards: Sequence[FlatShard] = ()
 ) -> dict[str, Tensor]:
     """What the sums make of one stage's `gradients`; with `shards` the replica's part of the only one."""
     here = connection.rank.coordinates.pipeline
@@ -52,9 +49,7 @@ def sum_gradients(
 
 
 def test_partial_rows_are_summed_over_the_tensor_ranks_and_the_rest_is_left() -> None:
-    placement = Placement(
-        tensor=Shard(0, (Segment(1, 4, 1, True), Segment(1, 1, 1, False)), partial_gradient=True)
-    )
+    placement = Placement(tensor=Shard(0, (Segment(1, 4, 1, True), Segment(1, 1, 1, False)), partial_gradient=True))
     manifest = manifest_of(
         (2, 1, 1),
         Parameter("packed", (5,), torch.float32, placement=placement),
@@ -130,8 +125,7 @@ def test_a_parameter_without_a_gradient_is_named_where_it_is_in_a_shard() -> Non
     sums.start((), Measured(connection.rank.device))
     leaves["first"].sum().backward()
     with pytest.raises(
-        ValueError,
-        match=r"^second took no part in the loss and has no gradient, .*: make the optimizer without it",
+        ValueError, match=r"^second took no part in the loss and has no gradient, .*: make the optimizer without it"
     ):
         sums.end_stage(0)
 

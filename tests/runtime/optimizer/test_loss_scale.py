@@ -27,11 +27,7 @@ def compile_gpt() -> autoptd.CompiledProgram:
     """A float32 GPT under autocast to float16, in two stages."""
     with torch.autocast("cpu", torch.float16):
         return autoptd.compile(
-            make_gpt(),
-            (1, 2, 1),
-            num_microbatches=MICROBATCHES,
-            microbatch_size=1,
-            num_model_chunks=1,
+            make_gpt(), (1, 2, 1), num_microbatches=MICROBATCHES, microbatch_size=1, num_model_chunks=1
         )
 
 
@@ -143,9 +139,7 @@ def test_the_factor_grows_after_steps_that_were_finite(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 1)])
-def test_where_no_factor_helps_the_step_is_refused_and_the_factor_as_it_was(
-    mesh: tuple[int, int, int],
-) -> None:
+def test_where_no_factor_helps_the_step_is_refused_and_the_factor_as_it_was(mesh: tuple[int, int, int]) -> None:
     chain = Chain(mesh, "1f1b", 1, 2, dtype=torch.float32)
 
     def body(connection: Connection) -> tuple[float, bool]:
@@ -193,8 +187,6 @@ def test_scaled_gradients_are_the_unscaled_ones(factor: float) -> None:
         parallel(**chain.batch())["loss"].backward()
         return {n: p.grad for n, p in parallel.named_parameters() if p.grad is not None}
 
-    for own, plain in zip(
-        run_threads(chain.manifest, body), run_threads(chain.manifest, without), strict=True
-    ):
+    for own, plain in zip(run_threads(chain.manifest, body), run_threads(chain.manifest, without), strict=True):
         assert own.keys() == plain.keys()
         assert all(torch.equal(own[name], plain[name]) for name in own)

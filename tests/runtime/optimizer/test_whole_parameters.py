@@ -66,9 +66,7 @@ class Shampoo(PerTensor):
     def update(self, p: Tensor, gradient: Tensor, state: dict[str, Any], decay: float) -> Tensor:
         for dim in range(gradient.dim()):
             rows = gradient.movedim(dim, 0).flatten(1) if gradient.dim() > 1 else gradient.unsqueeze(1)
-            factor = state.setdefault(f"factor_{dim}", torch.eye(len(rows), dtype=p.dtype)).add_(
-                rows @ rows.T
-            )
+            factor = state.setdefault(f"factor_{dim}", torch.eye(len(rows), dtype=p.dtype)).add_(rows @ rows.T)
             values, vectors = torch.linalg.eigh(factor)
             root = vectors * values ** (-0.5 / gradient.dim()) @ vectors.T
             gradient = torch.tensordot(root, gradient, ([1], [dim])).movedim(0, dim)
@@ -223,9 +221,7 @@ def test_the_checkpoint_of_another_optimizer_has_its_own_states(tmp_path: Path) 
         torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-def step_once(
-    chain: Chain, make: Callable[[nn.Module, Callable[..., Optimizer]], Callable[[Any], object]]
-) -> None:
+def step_once(chain: Chain, make: Callable[[nn.Module, Callable[..., Optimizer]], Callable[[Any], object]]) -> None:
     """Two steps of what ``make(model, whole_optimizer)`` gives, with a closure, as on one device."""
 
     def run(connection: Connection) -> dict[str, Tensor]:
@@ -361,14 +357,8 @@ def test_in_processes_beside_a_sharded_optimizer(tmp_path: Path) -> None:
         connection = connect(chain.manifest, torch.device("cpu"), "text")
         parallel = chain.parallel(connection)
         whole, others = make_optimizers(parallel, Muon, parallel.whole_optimizer)
-        train(
-            parallel,
-            [whole, parallel.shard_optimizer(others)],
-            partial(backward, parallel, chain, connection),
-        )
-        with pytest.raises(
-            ValueError, match="bias is stepped by the sharded optimizer: leave it out of this one"
-        ):
+        train(parallel, [whole, parallel.shard_optimizer(others)], partial(backward, parallel, chain, connection))
+        with pytest.raises(ValueError, match="bias is stepped by the sharded optimizer: leave it out of this one"):
             parallel.whole_optimizer(Lamb, parallel.parameters())
         parallel.save_checkpoint(tmp_path, others)  # which the refusal leaves as it was
         return parallel.full_state_dict()

@@ -69,9 +69,7 @@ def train(
 
 def compare(chain: Chain, make: MakeOptimizer, shard_at: int, **options: Any) -> None:
     whole = run_threads(chain.manifest, lambda connection: train(chain, connection, make, None, **options))
-    parts = run_threads(
-        chain.manifest, lambda connection: train(chain, connection, make, shard_at, **options)
-    )
+    parts = run_threads(chain.manifest, lambda connection: train(chain, connection, make, shard_at, **options))
     for (expected, _), (found, _) in zip(whole, parts, strict=True):
         assert found.keys() == expected.keys()
         for name, weight in expected.items():
@@ -174,9 +172,7 @@ def test_optimizers_that_cannot_be_sharded_are_refused() -> None:
         with pytest.raises(ValueError, match="LBFGS is not known to step each element by itself"):
             parallel.shard_optimizer(torch.optim.LBFGS(own))
         foreign = torch.optim.SGD([*own, nn.Parameter(torch.zeros(3))], lr=0.1)
-        with pytest.raises(
-            ValueError, match=r"parameter \d+ of the optimizer's group 0, \[3\], is not one of"
-        ):
+        with pytest.raises(ValueError, match=r"parameter \d+ of the optimizer's group 0, \[3\], is not one of"):
             parallel.shard_optimizer(foreign)
         optimizer = parallel.shard_optimizer(torch.optim.SGD(own, lr=0.1))
         with pytest.raises(ValueError, match="sharded already"):
@@ -252,9 +248,7 @@ def clear_by_wrapper(parallel: Parallel) -> None:
 
 
 @pytest.mark.parametrize("clear", [clear_one_by_one, clear_by_wrapper])
-def test_gradients_cleared_on_the_parameters_are_cleared_in_the_shard(
-    clear: Callable[[Parallel], None],
-) -> None:
+def test_gradients_cleared_on_the_parameters_are_cleared_in_the_shard(clear: Callable[[Parallel], None]) -> None:
     chain = Chain((1, 1, 2), "1f1b", 1, 2)
 
     def run(connection: Connection) -> None:
@@ -337,9 +331,7 @@ def test_sharded_steps_begin_at_values_written_into_parameters(dtype: torch.dtyp
     run_threads(chain.manifest, write)
 
 
-def train_around(
-    chain: Chain, shard: bool, around: Callable[[Parallel, str], None]
-) -> list[dict[str, Tensor]]:
+def train_around(chain: Chain, shard: bool, around: Callable[[Parallel, str], None]) -> list[dict[str, Tensor]]:
     """The parameters after steps with something done "before" the call, "between" backward and step, and "after"."""
 
     def run(connection: Connection) -> dict[str, Tensor]:
@@ -406,9 +398,7 @@ def test_a_write_while_new_weights_come_is_refused() -> None:
         optimizer.step()
         with torch.no_grad():
             kept[0].clamp_(-0.1, 0.1)
-        with pytest.raises(
-            ValueError, match=r"written right after a sharded optimizer's step.* take it again"
-        ):
+        with pytest.raises(ValueError, match=r"written right after a sharded optimizer's step.* take it again"):
             parallel(**chain.batch(connection.rank.coordinates.data))
 
     run_threads(chain.manifest, write)
@@ -470,9 +460,7 @@ def test_gradients_that_autograd_is_asked_for_are_those_of_the_parts() -> None:
         batch = chain.batch(connection.rank.coordinates.data)
         (part,) = (shard.own for shard in parallel._weights.shards)
         sharded = parallel.get_parameter("layer.0.row.weight")
-        refused = pytest.raises(
-            RuntimeError, match=r"parameters that a sharded optimizer steps.*loss\.backward"
-        )
+        refused = pytest.raises(RuntimeError, match=r"parameters that a sharded optimizer steps.*loss\.backward")
         for asked in ([sharded], [frozen, sharded]):
             loss = parallel(**batch)["loss"]
             with refused:
@@ -559,9 +547,7 @@ def exchange(parallel: Parallel) -> None:
         ),
     ],
 )
-def test_parameters_written_past_their_versions_train_on(
-    rebind: Callable[[Parallel], None], late: bool
-) -> None:
+def test_parameters_written_past_their_versions_train_on(rebind: Callable[[Parallel], None], late: bool) -> None:
     chain = Chain((1, 2, 2), "interleaved_1f1b", 2, 4)
 
     def run(connection: Connection, shard: bool) -> dict[str, Tensor]:
@@ -661,9 +647,7 @@ def test_a_frozen_parameter_is_left_alone_and_freezing_later_is_refused() -> Non
         optimizer.step()
         assert torch.equal(named["layer.0.row.bias"], before)
         named["layer.0.row.weight"].requires_grad_(False)
-        with pytest.raises(
-            ValueError, match=r"layer.0.row.weight was frozen after its optimizer was sharded"
-        ):
+        with pytest.raises(ValueError, match=r"layer.0.row.weight was frozen after its optimizer was sharded"):
             parallel(**chain.batch())
 
     run_threads(chain.manifest, freeze)
@@ -803,9 +787,7 @@ def test_a_rank_without_parameters_shards_nothing() -> None:
             return x.square().mean()
 
     example = {"x": torch.zeros(1, 8)}
-    program = autoptd.compile(
-        Bare(), (1, 2, 2), example_inputs=example, num_microbatches=2, num_model_chunks=1
-    )
+    program = autoptd.compile(Bare(), (1, 2, 2), example_inputs=example, num_microbatches=2, num_model_chunks=1)
 
     def work(connection: Connection) -> int:
         parallel = bind_thread(program, connection)
@@ -886,9 +868,7 @@ def test_a_write_to_a_gradient_that_a_shard_has_is_refused(name: str) -> None:
             return
         WRITES[name](gradient)
         for go_on in (optimizer.step, parallel(**chain.batch())["loss"].backward):
-            with pytest.raises(
-                ValueError, match=r"layer\.0\.row\.bias was replaced or written, but a sharded"
-            ):
+            with pytest.raises(ValueError, match=r"layer\.0\.row\.bias was replaced or written, but a sharded"):
                 go_on()
         assert all(map(torch.equal, parallel.parameters(), before))
         parallel.zero_grad()

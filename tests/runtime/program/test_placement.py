@@ -15,18 +15,8 @@ PLACEMENTS = [
     pytest.param((3, 8), 2, Shard(1, (Segment(1, 8, 1, True),)), id="row-parallel"),
     pytest.param((3 * 4 * 5, 2), 2, Shard(0, (Segment(3, 4, 5, True),)), id="packed qkv by block"),
     pytest.param((4 * 3 * 5,), 4, Shard(0, (Segment(1, 4, 15, True),)), id="packed qkv by head"),
-    pytest.param(
-        (4 * 5 + 2 * 5 + 2 * 5, 2),
-        2,
-        Shard(0, (Segment(1, 4, 5, True), Segment(2, 2, 5, True))),
-        id="gqa",
-    ),
-    pytest.param(
-        (4 * 5 + 5 + 5, 2),
-        2,
-        Shard(0, (Segment(1, 4, 5, True), Segment(1, 10, 1, False))),
-        id="multi-query",
-    ),
+    pytest.param((4 * 5 + 2 * 5 + 2 * 5, 2), 2, Shard(0, (Segment(1, 4, 5, True), Segment(2, 2, 5, True))), id="gqa"),
+    pytest.param((4 * 5 + 5 + 5, 2), 2, Shard(0, (Segment(1, 4, 5, True), Segment(1, 10, 1, False))), id="multi-query"),
     pytest.param((37, 2), 4, Shard(0, (Segment(1, 40, 1, True),), 37), id="odd vocabulary"),
 ]
 
@@ -45,17 +35,13 @@ def test_parts_join_to_the_whole(shape: tuple[int, ...], size: int, placement: A
 
 
 @pytest.mark.parametrize(("shape", "size", "placement"), PLACEMENTS[1:])
-def test_runs_are_the_rows_that_are_taken(
-    shape: tuple[int, ...], size: int, placement: AxisPlacement
-) -> None:
+def test_runs_are_the_rows_that_are_taken(shape: tuple[int, ...], size: int, placement: AxisPlacement) -> None:
     assert placement.dim is not None
     whole = torch.randn(shape)
     for index in range(size):
         runs = placement.runs(size, index)
         assert all(end < first for (_, end), (first, _) in pairwise(runs))
-        rows = torch.cat(
-            [whole.narrow(placement.dim, first, end - first) for first, end in runs], placement.dim
-        )
+        rows = torch.cat([whole.narrow(placement.dim, first, end - first) for first, end in runs], placement.dim)
         own = placement.take(whole, size, index)
         assert torch.equal(own.narrow(placement.dim, 0, rows.shape[placement.dim]), rows)
         assert own.count_nonzero() == rows.count_nonzero()  # the rest is padding
@@ -69,10 +55,7 @@ def test_packed_qkv_takes_the_same_heads_of_each_block() -> None:
 
 def test_undivided_rows_are_every_ranks() -> None:
     placement = Shard(0, (Segment(1, 2, 1, True), Segment(1, 1, 1, False)))
-    assert [placement.take(torch.tensor([1, 2, 9]), 2, index).tolist() for index in (0, 1)] == [
-        [1, 9],
-        [2, 9],
-    ]
+    assert [placement.take(torch.tensor([1, 2, 9]), 2, index).tolist() for index in (0, 1)] == [[1, 9], [2, 9]]
 
 
 def test_padding_is_zeros_on_the_last_rank() -> None:

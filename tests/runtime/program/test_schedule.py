@@ -11,14 +11,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from autoptd.runtime.program.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    assign_slots,
-    make_schedule,
-    peak_in_flight,
-)
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slots, make_schedule, peak_in_flight
 
 RANKS = [*range(1, 17), 24]
 Shape = tuple[str, int, int, int]
@@ -36,9 +29,7 @@ def gpipe(p: int) -> list[Shape]:
     return [("gpipe", p, m, v) for m in (1, p, p + 1) for v in (1, 2, 4)]
 
 
-SMALL = [
-    shape for p in range(1, 6) for make in (one_forward_one_backward, interleaved, gpipe) for shape in make(p)
-]
+SMALL = [shape for p in range(1, 6) for make in (one_forward_one_backward, interleaved, gpipe) for shape in make(p)]
 
 made = cache(make_schedule)
 
@@ -92,9 +83,7 @@ def test_order_equals_torch_interleaved(p: int) -> None:
     for shape in interleaved(p):
         _, _, m, v = shape
         stages = [
-            SimpleNamespace(
-                group_size=p, group_rank=0, num_stages=p * v, stage_index=chunk * p, is_last=False
-            )
+            SimpleNamespace(group_size=p, group_rank=0, num_stages=p * v, stage_index=chunk * p, is_last=False)
             for chunk in range(v)
         ]
         theirs = ScheduleInterleaved1F1B(cast(Any, stages), m).pipeline_order
@@ -104,9 +93,7 @@ def test_order_equals_torch_interleaved(p: int) -> None:
 
 @pytest.mark.parametrize("p", RANKS[1:])
 def test_order_equals_torch_1f1b(p: int) -> None:
-    stage = SimpleNamespace(
-        group_size=p, group_rank=0, num_stages=p, stage_index=0, is_last=False, has_backward=False
-    )
+    stage = SimpleNamespace(group_size=p, group_rank=0, num_stages=p, stage_index=0, is_last=False, has_backward=False)
     for shape in one_forward_one_backward(p):
         if shape[2] < p:  # torch refuses
             continue

@@ -43,18 +43,8 @@ def test_the_largest_schedule_is_proved() -> None:
         (1, "1SEND_F3", "", "rank 1: 1SEND_F3 is missing: expected it after 1F3, for 2F3 on rank 2"),
         (2, "2SEND_B3", "", "rank 2: 2SEND_B3 is missing: expected it after 2B3, for 1B3 on rank 1"),
         (2, "2RECV_F3", "", "rank 2: 2F3 comes too early: expected 2RECV_F3 before it"),
-        (
-            2,
-            "2B5 2SEND_B5",
-            "",
-            "rank 2: 2B6 is out of turn: expected 2B5, since gradients are added in ascending",
-        ),
-        (
-            3,
-            "3B7 3SEND_B7",
-            "",
-            "rank 3: 3B7 is missing: expected stage 3 to run each of 8 microbatches once backward",
-        ),
+        (2, "2B5 2SEND_B5", "", "rank 2: 2B6 is out of turn: expected 2B5, since gradients are added in ascending"),
+        (3, "3B7 3SEND_B7", "", "rank 3: 3B7 is missing: expected stage 3 to run each of 8 microbatches once backward"),
         (0, "0F7 0SEND_F7", "", "rank 0: 0B7 comes too early: expected 0F7 before it"),
         (0, "0F3", "0F2", "rank 0: 0F2 comes twice: expected once"),
         (0, "0F3", "1F3", "rank 0: 1F3 does not belong here: expected stage 0 and a microbatch from 0 to 7"),
@@ -127,9 +117,7 @@ def test_one_rank_hands_over_on_the_spot() -> None:
         check_schedule(edited(schedule, 0, "0F0 1F0", "1F0 0F0"), 1, 2, 2)
     with pytest.raises(ScheduleError, match="rank 0: 0B0 comes too early: expected 1B0 before it"):
         check_schedule(edited(schedule, 0, "1B0 0F1 0B0", "0B0 0F1 1B0"), 1, 2, 2)
-    with pytest.raises(
-        ScheduleError, match="rank 0: 0SEND_F0 leads nowhere: all stages are on this one rank"
-    ):
+    with pytest.raises(ScheduleError, match="rank 0: 0SEND_F0 leads nowhere: all stages are on this one rank"):
         check_schedule(edited(schedule, 0, "0F0", "0F0 0SEND_F0"), 1, 2, 2)
 
 

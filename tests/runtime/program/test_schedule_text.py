@@ -14,20 +14,13 @@ from autoptd.runtime.program.schedule_text import format_schedule, parse_schedul
 from autoptd.text.folder import schedule_grid
 
 GOLDEN = Path(__file__).parent / "golden"
-SHAPES = [
-    ("1f1b", 4, 8, 1),
-    ("interleaved_1f1b", 2, 4, 2),
-    ("interleaved_1f1b", 4, 32, 2),
-    ("gpipe", 2, 4, 2),
-]
+SHAPES = [("1f1b", 4, 8, 1), ("interleaved_1f1b", 2, 4, 2), ("interleaved_1f1b", 4, 32, 2), ("gpipe", 2, 4, 2)]
 
 actions = st.builds(Action, st.integers(0, 3), st.sampled_from(Kind), st.integers(0, 9))
 # Short patterns that come again, which is what the writer looks for.
 repeats = st.lists(
     st.builds(
-        lambda part, times, step: [
-            a._replace(microbatch=a.microbatch + i * step) for i in range(times) for a in part
-        ],
+        lambda part, times, step: [a._replace(microbatch=a.microbatch + i * step) for i in range(times) for a in part],
         st.lists(actions, min_size=1, max_size=5),
         st.integers(1, 6),
         st.integers(0, 3),
@@ -60,12 +53,7 @@ def test_any_actions_come_back(row: list[Action]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b"]),
-    st.integers(1, 6),
-    st.integers(1, 6),
-    st.integers(1, 4),
-)
+@given(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b"]), st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
 def test_any_schedule_comes_back(name: str, p: int, rounds: int, v: int) -> None:
     for row in make_schedule(name, p, rounds * p, 1 if name == "1f1b" else v):
         text = format_schedule(row)
@@ -114,10 +102,7 @@ def test_a_person_may_write_it_shorter() -> None:
     [
         ("0F0\n2G0", "line 2 of the schedule: '2G0' is no action: expected a stage"),
         ("warm-up 0F0", "line 1 of the schedule: 'warm-up' is no action"),
-        (
-            "0F0 (0F1",
-            "line 1 of the schedule: the schedule ends inside a '('; a group reads (0F1 0SEND_F1) x6 +1",
-        ),
+        ("0F0 (0F1", "line 1 of the schedule: the schedule ends inside a '('; a group reads (0F1 0SEND_F1) x6 +1"),
         ("0F0) x2 +1", "line 1 of the schedule: ') x2 +1' is out of place; a group reads"),
         ("0F0\n\n(0F1) 0F2", "line 3 of the schedule: ')' is out of place; a group reads"),
         ("(0F0 steady: 0F1) x2 +1", "line 1 of the schedule: 'steady:' is out of place"),

@@ -72,16 +72,7 @@ def test_others_are_refused_by_name(value: Any, named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        b"{",
-        b"\xff",
-        b'{"a": 1, "a": 2}',
-        b"NaN",
-        b"[" * 100_000,
-        b'{"' + b"k" * 20_000 + b'": 1}',
-        b"1" * 5000,
-    ],
+    "text", [b"{", b"\xff", b'{"a": 1, "a": 2}', b"NaN", b"[" * 100_000, b'{"' + b"k" * 20_000 + b'": 1}', b"1" * 5000]
 )
 def test_bad_json_is_an_error_of_the_checkpoint(text: bytes, tmp_path: Path) -> None:
     rank_file(tmp_path, 0).write_bytes(text)

@@ -15,15 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.mesh import Coordinates, Mesh
-from autoptd.runtime.program.placement import (
-    REPLICATED,
-    Draw,
-    Parameter,
-    Placement,
-    Replicate,
-    Segment,
-    Shard,
-)
+from autoptd.runtime.program.placement import REPLICATED, Draw, Parameter, Placement, Replicate, Segment, Shard
 from autoptd.runtime.randomness import CPU_CHUNK, Randomness, philox
 from autoptd.runtime.weights import initialization
 from autoptd.runtime.weights.initialization import draw_elements, draw_slice
@@ -145,9 +137,7 @@ PLACEMENTS = {
 def test_slices_are_cut_from_one_tensor(kind: str, size: int) -> None:
     shape, placement = PLACEMENTS[kind]
     for wanted in (NORMAL, TRUNCATED):
-        parameter = Parameter(
-            "w", shape, torch.float64, placement=Placement(tensor=placement), initial=(wanted,)
-        )
+        parameter = Parameter("w", shape, torch.float64, placement=Placement(tensor=placement), initial=(wanted,))
         whole = draw(parameter, seed=3)
         assert len(whole.unique()) == whole.numel()
         slices = [draw_slice(parameter, rank_of(size, index), 3) for index in range(size)]
@@ -190,11 +180,7 @@ class Storages(TorchDispatchMode):
 def test_a_rank_never_holds_more_than_its_slice(dim: int) -> None:
     placement = Shard(dim, (Segment(1, 1 << 12, 1, True),))
     parameter = Parameter(
-        "w",
-        (1 << 12, 1 << 12),
-        torch.float32,
-        placement=Placement(tensor=placement),
-        initial=(TRUNCATED, NORMAL),
+        "w", (1 << 12, 1 << 12), torch.float32, placement=Placement(tensor=placement), initial=(TRUNCATED, NORMAL)
     )
     with Storages() as storages:  # type: ignore[no-untyped-call]
         own = draw_slice(parameter, rank_of(64, 17), 0)

@@ -121,9 +121,7 @@ def test_setting_a_compiled_in_attribute_warns() -> None:
 def test_a_part_shows_what_it_has_and_computes_nothing() -> None:
     _, parallel = compile_gpt()
     assert "(ln_1): LayerNorm()" in repr(parallel)
-    with pytest.raises(
-        ValueError, match=r"a module of a parallel model .* computes nothing: call that model"
-    ):
+    with pytest.raises(ValueError, match=r"a module of a parallel model .* computes nothing: call that model"):
         parallel.get_submodule("h.0.ln_1")(torch.zeros(8))
     with pytest.raises(ValueError, match="initialise the model before it is compiled"):
         parallel.apply(lambda module: module.zero_grad())
