@@ -104,8 +104,7 @@ def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
     messages = None if local.everybody else local.store.clone()
     record = FailureRecord(Path(tempfile.gettempdir()) / f"{local.name}.json", messages)
     peers = {rank: local.slots(rank) for rank in local.processes}
-    position = _make_position(local.slots(local.rank), peers, local.rank)
-    return Watchdog(manifest, local, record, position, limit)
+    return Watchdog(manifest, local, record, _make_position(local.slots(local.rank), peers, local.rank), limit)
 
 
 def _make_position(slots: memoryview | None, peers: Mapping[int, memoryview], rank: int) -> Position:

@@ -96,8 +96,7 @@ class Masks:
         proved = self.bound(first.mask)
         if proved is None:
             return "the batch may leave a query no key, by -inf"
-        doubt = "the batch may leave a query no key"
-        return Mask("kept", "from the batch", doubt, given=first.mask, proved=proved)
+        return Mask("kept", "from the batch", "the batch may leave a query no key", given=first.mask, proved=proved)
 
     def bound(self, node: Any) -> frozenset[str] | None:
         """Return the user's buffers that keep a floating value finite for every batch; None if it may not be."""

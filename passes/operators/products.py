@@ -189,8 +189,7 @@ def rows_order(writer: LayoutWriter, node: fx.Node) -> Written:
     if not alike or any(order.holds(-back) for back in range(1, width + 1)):
         return None
     before, behind, kwargs = fx.map_arg((node.args[:at], node.args[at + 1 :], node.kwargs), writer.restore)
-    new = writer.write((*before, writer.value(node.args[at]), *behind), kwargs)
-    return new, order.transposed
+    return writer.write((*before, writer.value(node.args[at]), *behind), kwargs), order.transposed
 
 
 def _matmul_order(writer: LayoutWriter, node: fx.Node) -> Written:

@@ -169,8 +169,7 @@ def _loss_order(writer: LayoutWriter, node: fx.Node) -> Written:
     if not order.merged or order.holds(1) or not one:
         return None
     others, kwargs = fx.map_arg((tuple(rest), node.kwargs), writer.restore)
-    new = writer.write((writer.value(logits), writer.fit(target, rows), *others), kwargs)
-    return new, bool(shape_of(node))
+    return writer.write((writer.value(logits), writer.fit(target, rows), *others), kwargs), bool(shape_of(node))
 
 
 def _gather_order(writer: LayoutWriter, node: fx.Node) -> Written:

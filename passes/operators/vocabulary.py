@@ -89,8 +89,7 @@ def _index_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
 
 def _lookup_order(writer: LayoutWriter, node: fx.Node) -> Written:
     weight, ids, *rest = node.args
-    new = writer.write((writer.restore(weight), writer.value(ids), *rest), node.kwargs)
-    return new, ids in writer.transposed
+    return writer.write((writer.restore(weight), writer.value(ids), *rest), node.kwargs), ids in writer.transposed
 
 
 # Costs
