@@ -186,7 +186,7 @@ class _Job:
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
             program = run_passes(select_passes(self.options, "arrange"), program, self.say, keep_text)
-            program = mark_expanded(program, self.options, self.model, self.loss_fn)
+            program = mark_expanded(program, self.options, self.model, self.loss_fn, self.outputs)
             program = replace(program, model_flops=count_flops(program.stages[0]))
             program = run_passes(select_passes(self.options, "divide"), program, self.say, keep_text)
         return program if first is None else input_shapes.keep_whole(program, first)

@@ -252,7 +252,7 @@ def is_sum(program: Program) -> bool:
         inputs = node.all_input_nodes
         # A divided softmax subtracts a logsumexp.
         totals = [y.target for x in inputs for y in (x, *x.all_input_nodes)]
-        stops = read_loss(node) or find_factors(node) or kernels.logsumexp in totals
+        stops = read_loss(node) or find_factors(node) or (kernels.logsumexp in totals and has_batch(node))
         if stops or has_trait(node, Trait.FUSED_ATTENTION | Trait.SOFTMAX | Trait.LOG_SOFTMAX):
             return []
         # An argument without a batch dimension is the same for every sample.

@@ -24,6 +24,7 @@ from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.engine.lazy_output import LazyOutput
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.text.reader import read_texts
+from autoptd.verification.gradients import compare_outputs
 from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2, make_llama
 from tests.counting import elements
@@ -208,6 +209,22 @@ def test_nothing_asked_changes_nothing() -> None:
     assert not any(stage.outputs for stage in plain.manifest.stages)
     more, less = (program.simulate("dgx-a100").memory_bytes for program in (asked, plain))
     assert [one - other for one, other in zip(more, less, strict=True)] == [0, 4 * 8 * SMALL.vocab_size / 2 * 4]
+
+
+def test_infinite_outputs_are_compared() -> None:
+    class Masked(GPT):
+        def forward(self, idx: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
+            logits, loss = super().forward(idx, targets)
+            return loss, logits.masked_fill(idx[..., None] > 5, -torch.inf)
+
+    torch.manual_seed(0)
+    program = autoptd.compile(Masked(SMALL), (2, 1, 1), num_microbatches=2, outputs=("1",))
+    report = program.verify()
+    assert report.passed, report
+    wrong = compare_outputs([{("1",): torch.tensor([0.0, -torch.inf])}], [{("1",): torch.tensor([-torch.inf, 1.0])}])
+    assert wrong == {"output 1": torch.inf}
+    near = compare_outputs([{("1",): torch.tensor([1.5, -torch.inf])}], [{("1",): torch.tensor([1.0, -torch.inf])}])
+    assert near == {"output 1": 0.5}
 
 
 def test_outputs_have_no_gradient_in_silence() -> None:

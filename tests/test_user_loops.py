@@ -466,7 +466,7 @@ def test_models_of_different_seeds_are_refused(mesh: Mesh) -> None:
     for given in (False, True):
         for said in run_ranks(work, 2, (0, 1), given):
             assert expected in said
-            assert "call torch.manual_seed before the model is built" in said
+            assert "call torch.manual_seed before building the model" in said
     assert run_ranks(work, 2, (3, 3), False) == ["bound", "bound"]
 
 

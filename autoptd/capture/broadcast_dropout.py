@@ -10,7 +10,7 @@ from torch import fx, nn
 from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.example_inputs import make_example
 from autoptd.capture.export import capture
-from autoptd.capture.results import LossFunction
+from autoptd.capture.results import LossFunction, Outputs
 from autoptd.options import Options
 from autoptd.pass_list import select_passes
 from autoptd.passes.ir.nodes import info, walk, where
@@ -20,7 +20,9 @@ from autoptd.runtime import kernels
 from autoptd.runtime.user_warnings import warn_caller
 
 
-def mark_expanded(program: Program, options: Options, model: nn.Module, loss_fn: LossFunction) -> Program:
+def mark_expanded(
+    program: Program, options: Options, model: nn.Module, loss_fn: LossFunction, outputs: Outputs
+) -> Program:
     """Mark the dropouts and draws of the undivided, one-sequence `program` that would draw twice for a batch of two.
 
     These act on positions expanded to the batch, or on constants with its size. Positions shared by all sequences,
@@ -34,7 +36,7 @@ def mark_expanded(program: Program, options: Options, model: nn.Module, loss_fn:
     inputs = make_example(replace(program, inputs=doubled))
     try:
         with warnings.catch_warnings(action="ignore"):  # the batch of one was warned of
-            given: Any = {"example_inputs": inputs, "loss_fn": loss_fn, "microbatch_size": 2}
+            given: Any = {"example_inputs": inputs, "loss_fn": loss_fn, "microbatch_size": 2, "outputs": outputs}
             two = capture(model, mesh=program.mesh, device=options.device, **given)
             with leave_autocast():
                 for _, step in select_passes(options, "arrange"):

@@ -93,11 +93,11 @@ def find_operations(function: AutogradFunction, args: Iterable[Any], scale: int 
         shape = tuple(size * scale if size > 1 else size for size in shape_of(node))
         return _Given(shape, node.meta["val"].dtype)
 
-    return _run(function, fx.map_arg(tuple(args), describe))
+    return _run(find_class(function.path, "autograd function"), function, fx.map_arg(tuple(args), describe))
 
 
 @cache
-def _run(function: AutogradFunction, given: Any) -> tuple[list[Operation], bool]:
+def _run(_: type, function: AutogradFunction, given: Any) -> tuple[list[Operation], bool]:
     def make(value: Any) -> Any:
         if not isinstance(value, _Given):
             return value

@@ -1,11 +1,9 @@
 """Find a class of the user's by its import path, "package.module:Class"."""
 
 import importlib
-from functools import cache
 from typing import Any
 
 
-@cache
 def find_class(path: str, role: str) -> type:
     """Return the class of a `path`; ValueError, which calls it the `role`, where there is none."""
     module, _, name = path.partition(":")

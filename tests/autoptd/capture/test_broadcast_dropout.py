@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,9 +65,18 @@ class Single(Positions):
         return super().forward(idx.view(1, LENGTH), targets)
 
 
-def compile_way(model: nn.Module, size: int) -> CompiledProgram:
+class Kept(Positions):
+    """Its hidden state is kept on the module, and returned."""
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
+        loss = super().forward(idx, targets)
+        self.kept = self.tokens(idx).square()
+        return loss, self.kept
+
+
+def compile_way(model: nn.Module, size: int, **options: Any) -> CompiledProgram:
     example = {name: torch.zeros(size, LENGTH, dtype=torch.long) for name in ("idx", "targets")}
-    return autoptd.compile(model, (1, 1, 1), example_inputs=example, num_microbatches=4 // size, seed=3)
+    return autoptd.compile(model, (1, 1, 1), example_inputs=example, num_microbatches=4 // size, seed=3, **options)
 
 
 def find_dropped(program: CompiledProgram, batch: dict[str, Tensor]) -> Tensor:
@@ -76,7 +87,8 @@ def find_dropped(program: CompiledProgram, batch: dict[str, Tensor]) -> Tensor:
 
 def _step(program: CompiledProgram, connection: Connection, batch: dict[str, Tensor]) -> Tensor:
     parallel = bind_thread(program, connection)
-    parallel(**batch).backward()
+    loss = parallel(**batch)
+    (loss[0] if isinstance(loss, tuple) else loss).backward()
     gradient = parallel.get_parameter("positions.weight").grad
     assert gradient is not None
     return gradient.clone()
@@ -91,6 +103,14 @@ def test_masks_do_not_depend_on_the_microbatch(way: str) -> None:
     torch.testing.assert_close(alone, pairs)
     # What all share loses half of its gradient; of four sequences with masks of their own one or another has it.
     assert bool((alone == 0).sum() > alone.numel() // 4) is not WAYS[way]
+
+
+def test_a_model_that_returns_what_it_keeps_is_traced_with_two() -> None:
+    torch.manual_seed(0)
+    model = Kept("expanded")
+    batch = {name: torch.randint(16, (4, LENGTH)) for name in ("idx", "targets")}
+    alone, pairs = (find_dropped(compile_way(model, size, outputs=("1",)), batch) for size in (1, 2))
+    torch.testing.assert_close(alone, pairs)
 
 
 def test_a_model_for_one_sequence_is_warned_of() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -481,6 +483,29 @@ class Moody(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return rounded(x, 0.25 if self.training else 0.5)
+
+
+def test_a_function_that_is_defined_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a cell of a notebook that runs twice: the later class is the one that is compiled."""
+    text = """
+import torch
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return RESULT
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+"""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for result, divided in (("x * 2", True), ("x.softmax(-1)", False)):
+        (tmp_path / "own_functions.py").write_text(text.replace("RESULT", result))
+        module = importlib.reload(importlib.import_module("own_functions"))
+        program = compiled(Inner(module.Own.apply), (2, 1, 1), 2)
+        assert (program.rank(0).parameters["up.weight"].local_shape == (WIDTH, WIDTH)) is divided
 
 
 def test_evaluation() -> None:

@@ -240,6 +240,8 @@ def test_a_mean_is_not_taken_for_a_sum(name: str, size: int, mesh: tuple[int, in
         lambda x, y, w: each(x / 2, y).sum(),
         lambda x, y, w: -(x / 3).log_softmax(-1).gather(-1, y.unsqueeze(-1)).sum(),
         lambda x, y, w: ((x / 3) @ torch.ones(VOCABULARY, 2)).square().sum(),
+        lambda x, y, w: x.logsumexp(-1).square().sum(),
+        lambda x, y, w: (x.logsumexp(-1) - x.gather(-1, y[..., None])[..., 0]).sum(),
     ],
 )
 def test_a_sum_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor], size: int, mesh: tuple[int, int, int]) -> None:

@@ -96,10 +96,10 @@ def test_flash_attention_gets_all_samples_in_one_row(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_on_a_gpu(dtype: torch.dtype, heads: int) -> None:
+def test_on_a_gpu(card: str, dtype: torch.dtype, heads: int) -> None:
     for name in DOCUMENTS:
-        tensors = draw(heads=heads, dtype=dtype, device="cuda")
-        compare(tensors, torch.tensor(DOCUMENTS[name], device="cuda"), 2e-2, 2e-2)
+        tensors = draw(heads=heads, dtype=dtype, device=card)
+        compare(tensors, torch.tensor(DOCUMENTS[name], device=card), 2e-2, 2e-2)
 
 
 def test_the_shape_is_known_without_values() -> None:
