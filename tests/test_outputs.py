@@ -65,7 +65,8 @@ class Several(nn.Module):
         x += 1  # what was handed out is written later
         logits = x @ self.table.weight.T
         loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
-        return Heads(loss, hidden, logits > 0, self.frozen(x).mean(), None, ids)
+        # In another order than stages have them.
+        return Heads(loss, hidden[::-1], logits > 0, self.frozen(x).mean(), None, ids)
 
 
 def make_hugging_face(make: Callable[[GPTConfig], nn.Module]) -> nn.Module:
@@ -116,7 +117,7 @@ def test_outputs_are_the_plain_models(mesh: Mesh, tmp_path: Path) -> None:
     found = [r for stage in program.manifest.stages for r in stage.outputs]
     assert {r.name for r in found if r.batch_dim is None} == {"balance"}
     if mesh[1] > 1:
-        assert "hidden.0" not in [result.name for result in program.manifest.stages[-1].outputs]
+        assert "hidden.4" not in [result.name for result in program.manifest.stages[-1].outputs]
     program.save(tmp_path)
     loaded = autoptd.load(tmp_path)
     assert loaded.manifest == program.manifest
@@ -209,6 +210,20 @@ def test_nothing_asked_changes_nothing() -> None:
     assert not any(stage.outputs for stage in plain.manifest.stages)
     more, less = (program.simulate("dgx-a100").memory_bytes for program in (asked, plain))
     assert [one - other for one, other in zip(more, less, strict=True)] == [0, 4 * 8 * SMALL.vocab_size / 2 * 4]
+
+
+def test_lists_have_the_models_order() -> None:
+    torch.manual_seed(0)
+    model, ids = Several().double(), torch.randint(0, 41, (8, 8))
+    example = {"ids": torch.ones(2, 8, dtype=torch.int64)}
+    program = autoptd.compile(model, (1, 2, 1), example_inputs=example, num_microbatches=4, outputs=True)
+
+    def read(parallel: Parallel) -> list[Tensor]:
+        with torch.no_grad():
+            return [x.full() for x in parallel(ids=ids).hidden]
+
+    for found in run_all(program, read):
+        torch.testing.assert_close(found, [x.detach() for x in model(ids).hidden])
 
 
 def test_infinite_outputs_are_compared() -> None:

@@ -101,7 +101,7 @@ class _Reader:
             case ("aten.ge", True) | ("aten.lt", False):
                 yield self._compare(mask, "query")
             case _:
-                same = has_trait(mask, Trait.VIEWS) and _rows(mask) == _rows(given[0])
+                same = has_trait(mask, Trait.VIEWS & ~Trait.PERMUTES) and _rows(mask) == _rows(given[0])
                 yield from self._divide(given[0], shows) if same else [None]
 
     def _compare(self, node: fx.Node, first: str) -> Term:

@@ -57,8 +57,7 @@ def rewrite_layout(program: Program) -> Program:
         reason = f"[s, b, h] would copy as much, {after:,} bytes, and no tensor ranks exchange its rows"
         return _leave(program, reason)
     copied = f"{before:,} -> {after:,} bytes copied per microbatch{undone}"
-    stages = (replace(stage, graph=graph),)
-    return program.replace_stages(stages, f"rewrite_layout [b, s, h] -> [s, b, h]: {copied}")
+    return program.replace_stages((replace(stage, graph=graph),), f"rewrite_layout [b, s, h] -> [s, b, h]: {copied}")
 
 
 def _leave(program: Program, reason: str) -> Program:

@@ -38,8 +38,7 @@ def fold_constants(program: Program) -> Program:
     size = sum(p.bytes for p in made.values())
     before, after = len(stage.graph.nodes), len(graph.nodes)
     entry = f"fold_constants {before} -> {after} nodes, {len(made)} constants of {size} bytes"
-    stages = (Stage(graph, {**kept, **made}, constants),)
-    return program.replace_stages(stages, entry, proved=folder.proved)
+    return program.replace_stages((Stage(graph, {**kept, **made}, constants),), entry, proved=folder.proved)
 
 
 class _Folder:

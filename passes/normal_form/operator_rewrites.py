@@ -157,7 +157,8 @@ def _linear(call: Call) -> fx.Node | None:
 def _norm(call: Call) -> fx.Node | None:
     """Write the 2-norm over a dimension by a sum, which may be divided, without a gradient: a root's is not 0 at 0."""
     dim, options = call.argument("dim"), [call.argument(name) for name in ("ord", "dtype")]
-    if call.source in call.writer.trained or options not in ([None, None], [2, None]) or len(dim or ()) != 1:
+    other = options not in ([None, None], [2, None]) or call.val.dtype == torch.float16  # whose squares overflow
+    if call.source in call.writer.trained or other or len(dim or ()) != 1:
         return None
     squares = call.derive(aten.mul.Tensor, call.source, call.source)
     total = call.derive(aten.sum.dim_IntList, squares, dim, call.argument("keepdim"))

@@ -40,7 +40,7 @@ def _softmax_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
 
 
 def _contract_one(axis_map: AxisMap, node: fx.Node, over: list[ax.Axis]) -> ax.Axis | None:
-    if len(over) != 1:
+    if len(over) != 1 or argument(node, 1, "dim") is None:
         return None
     axis_map.contract_classes(node, over[0], "reduces over it")
     return over[0]
@@ -57,7 +57,7 @@ def _loss_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
         whole = (*whole, *logits, *target)
     for axis in whole:
         ax.block(axis, f"{called(node)} is a loss that is not divided")
-    return target if shape_of(node) else ()
+    return target[: len(shape_of(node))]
 
 
 def _gather_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:

@@ -156,7 +156,7 @@ def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> W
     new = writer.write_along(writer.value(node.args[0]), dim_place(node), named)
     if None in kept and sum(map(order.holds, dims)) == 1:
         new = writer.permute(new, order.permutation, f"{node.name}_bs")
-    return new, order.transposed and writer.carries(node, order)
+    return new, order.transposed and not any(map(order.holds, dims)) and writer.carries(node, order)
 
 
 def _pad_order(writer: LayoutWriter, node: fx.Node) -> Written:

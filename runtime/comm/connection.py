@@ -44,9 +44,9 @@ class Connection:
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Mark the groups as broken if the exchange of messages inside breaks off."""
-        self.groups.broken = self.world.size > 1
+        before, self.groups.broken = self.groups.broken, self.world.size > 1
         yield
-        self.groups.broken = False
+        self.groups.broken = before
 
 
 def connect(manifest: Manifest, device: torch.device, program: str) -> Connection:

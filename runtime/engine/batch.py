@@ -248,7 +248,8 @@ def _find_field(outputs: Outputs, path: tuple[str, ...]) -> Any:
     """Return the output at a path, or a tuple of those below it; None where there are none."""
     if path in outputs:
         return outputs[path]
-    below = dict.fromkeys(other[: len(path) + 1] for other in outputs if other[: len(path)] == path)
+    own = {other[: len(path) + 1] for other in outputs if other[: len(path)] == path}
+    below = sorted(own, key=lambda other: int(other[-1]))  # stages have them in another order
     return tuple(_find_field(outputs, one) for one in below) or None
 
 

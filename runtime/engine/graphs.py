@@ -30,8 +30,10 @@ class Replay:
 
     def __init__(self, work: Callable[[], Any], device: torch.device, pool: Any) -> None:
         self.result: Any = None
-        self._work = work
+        self._work: Any = work
         self._graph = self._capture(device, pool) if device.type == "cuda" else None
+        if self._graph is not None:
+            self._work = None  # holds the slot, which goes when the model goes
 
     def run(self) -> None:
         """Do the work once more, in the order of the present stream."""

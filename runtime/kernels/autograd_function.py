@@ -24,7 +24,7 @@ class AutogradFunction:
 
     A microbatch's loss has a weight in that of the step, such as 1/m, and a backward need not be linear in the gradient
     it gets: that of an auxiliary loss adds a constant, that of a clamp has bounds. So it gets the gradient that the
-    microbatch's own loss has, and what it returns is weighed.
+    microbatch's own loss has, and what it returns is weighed; but that of float16 is scaled, as by a GradScaler.
     """
 
     path: str
@@ -40,7 +40,8 @@ class AutogradFunction:
 
     def __call__(self, rank: Rank, *arguments: Any) -> Any:
         weight = rank.randomness.weight if torch.is_grad_enabled() else None
-        if weight is None:
+        half = any(isinstance(x, Tensor) and x.dtype is torch.float16 for x in arguments)
+        if weight is None or half:
             return self.apply(*arguments)
         results = self.apply(*(_weigh(x, weight) for x in arguments))
         inverse = torch.where(weight == 0, 1.0, 1 / weight)  # of a microbatch that does not count

@@ -24,7 +24,7 @@ def maximum(rank: Rank, x: Tensor, dim: int, vocabulary: int, keepdim: bool = Fa
     hidden = clear_padding(rank, x.detach(), dim, vocabulary, -torch.inf)
     largest, local = hidden.max(dim, keepdim=True)
     everywhere = rank.all_reduce(largest.clone(), "max")
-    here = (largest == everywhere) & (own > 0)
+    here = ((largest == everywhere) | largest.isnan()) & (own > 0)
     index = -rank.all_reduce((-local - start).masked_fill(~here, -vocabulary), "max")
     values = pick(rank, x, index, vocabulary, dim)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))

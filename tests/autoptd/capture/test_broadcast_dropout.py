@@ -68,7 +68,7 @@ class Single(Positions):
 class Kept(Positions):
     """Its hidden state is kept on the module, and returned."""
 
-    def forward(self, idx: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, idx: Tensor, targets: Tensor) -> Any:
         loss = super().forward(idx, targets)
         self.kept = self.tokens(idx).square()
         return loss, self.kept

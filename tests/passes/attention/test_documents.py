@@ -120,6 +120,8 @@ OTHER: dict[str, Mask] = {
     "of each head": lambda ids: rows_of(count(ids)) & causal(),
     "and keys of one row": lambda ids: same(count(ids)).tril() & (ids < 20)[0],
     "one key more": lambda ids: same(count(ids)) & causal().index_fill(1, torch.tensor([S - 1]), True),
+    "to the left": lambda ids: (same(count(ids)) & causal()).transpose(-1, -2),
+    "to the left, as one": lambda ids: same(count(ids)).tril().mT,
     "positions that go on": lambda ids: in_order(ids, append=True),
     "other positions": lambda ids: same(count(ids)) & (ids[:, None, None, :] <= ids[:, None, :, None]),
 }

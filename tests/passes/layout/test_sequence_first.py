@@ -581,3 +581,27 @@ def test_equal_layers_are_propagated_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(OPERATORS, counted, OPERATORS[dropout])
     rewrite_layout(program)
     assert len(calls) == 2  # of [b, s, h] and of [s, b, h]
+
+
+class Chunks(nn.Module):
+    """Pieces of the sequence, of which one dimension goes."""
+
+    def __init__(self, pieces: int, drop: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(11, 4), nn.Linear(4, 4)
+        self.pieces, self.drop = pieces, drop
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.linear(self.table(input_ids))
+        b, s, h = x.shape
+        kept = self.drop(x.view(b, self.pieces, s // self.pieces, h).transpose(1, 2))
+        return (kept.square() * torch.linspace(0.5, 1.5, kept.numel(), dtype=x.dtype).view(kept.shape)).mean()
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+@pytest.mark.parametrize("drop", [lambda x: x.mean(1), lambda x: x[:, 0], lambda x: x.mean(2), lambda x: x.amax(1)])
+def test_a_piece_of_the_sequence_is_no_sequence(pieces: int, drop: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, inputs = Chunks(pieces, drop).double(), {"input_ids": torch.randint(0, 11, (2, 8))}
+    program = prepare(model, inputs)
+    assert error(run(rewrite_layout(program), model, inputs), run(program, model, inputs)) < 1e-14

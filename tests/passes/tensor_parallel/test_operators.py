@@ -152,6 +152,25 @@ def test_operators_that_mix_elements_are_right(name: str) -> None:
     assert report.passed, report
 
 
+def test_a_whole_maximum_and_weighted_soft_targets_compile() -> None:
+    """A number of all elements of a divided bias, and losses of rows that are no [N, classes] with N labels."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(self.up(x).relu()).flatten(0, 1)
+            soft = F.cross_entropy(y, y.detach().softmax(-1), weight=torch.ones(WIDTH), reduction="none")
+            return soft.square().mean() + self.up.bias.abs().max()
+
+    torch.manual_seed(0)
+    example = {"x": torch.randn(2, 4, WIDTH)}
+    program = autoptd.compile(Both(), (2, 1, 1), example_inputs=example, num_microbatches=2)
+    assert program.verify().passed
+
+
 @pytest.mark.parametrize("names", [list(UNKNOWN)[start::3] for start in range(3)], ids=", ".join)
 def test_torchs_operators_without_a_rule_are_each_tensor_ranks_own(names: list[str]) -> None:
     program = compile_with(*(UNKNOWN[name] for name in names))

@@ -61,6 +61,16 @@ CASES: dict[str, tuple[Call, Callable[[Tensor], Tensor]]] = {
 }
 
 
+def test_the_maximum_of_what_is_no_number() -> None:
+    x = torch.tensor([[1.0, torch.nan, 2.0, 0.0], [0.0, 3.0, 1.0, 2.0]])
+
+    def work(rank: Rank) -> tuple[Tensor, Tensor]:
+        return kernels.maximum(rank, own_part(x, 1, 2, rank.group("tensor").index), 1, 4)
+
+    for found in on_tensor_ranks(2, work):
+        torch.testing.assert_close(found, tuple(x.max(1)), equal_nan=True)
+
+
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_divided_classes(name: str, tensor: int, monkeypatch: pytest.MonkeyPatch) -> None:
