@@ -21,6 +21,7 @@ from autoptd.runtime import collectives, kernels
 from autoptd.runtime.kernels.quantized_linear import dequantize
 from autoptd.runtime.weights.file_tensor import FileTensor
 from tests.ranks import run_ranks
+from tests.test_peft import batch, compile_adapted, lora
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -48,21 +49,11 @@ def adapt(kind: str | None, **changes: Any) -> nn.Module:
     for name, part in list(base.model.named_modules()):
         if isinstance(part, nn.Linear) and kind is not None:
             base.model.set_submodule(name, quantize(part, kind))
-    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model: Any = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=linears))
+    model: Any = peft.get_peft_model(base, lora())
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     return model.train()  # type: ignore[no-any-return]
-
-
-def batch(rows: int) -> dict[str, Tensor]:
-    ids = torch.randint(96, (rows, 16), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
-
-
-def compile_adapted(model: nn.Module, mesh: tuple[int, int, int]) -> CompiledProgram:
-    return autoptd.compile(model, mesh, example_inputs=batch(1), num_microbatches=2)
 
 
 @pytest.fixture(scope="module")
