@@ -32,7 +32,9 @@ def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
 
 
 def rename_nodes(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph and name each rewritten node after the one that it replaces."""
+    """Copy a graph with rewritten nodes, and name each after the one that it replaces."""
+    if not any(info(node).name for node in graph.nodes):
+        return graph
     return _copy_named(graph.nodes, lambda node, _: final_name(node))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import shape_of
-from autoptd.passes.ir.products import MatrixProduct, find_factors, read_einsum, read_products
+from autoptd.passes.ir.nodes import aten_name, shape_of
+from autoptd.passes.ir.products import CONVOLUTIONS, MatrixProduct, find_factors, read_einsum, read_products
 from autoptd.passes.operators.quantities import Number, Product, Value, Work, compute, differentiate
 from autoptd.runtime import collectives, kernels
 
@@ -18,8 +18,10 @@ _ACTIVATED = (kernels.linear_gelu, collectives.copied_linear_gelu)
 def _gemm(product: MatrixProduct, value: Value) -> Product:
     """Matrices in a batch, or the rows of all leading dimensions times one matrix."""
     node = product.node
-    if not read_products(node):
-        return _einsum(node, value) if read_einsum(node).operands else _convolution(product, value)
+    if read_einsum(node).operands:
+        return _einsum(node, value)
+    if aten_name(node.target) in (*CONVOLUTIONS, "bilinear"):
+        return _convolution(product, value)
     shape, inner = product.pick(value.shape(node)), value.shape(product.x)[-1]
     if product.sections is not None:
         return Product(shape[0], prod(shape[1:-1]), shape[-1], inner)
@@ -73,8 +75,7 @@ def _convolution(product: MatrixProduct, value: Value) -> Product:
 
 def _read(node: fx.Node) -> Sequence[MatrixProduct]:
     """Return the products of a call, of which one of two factors that are no plain matrices may add a bias."""
-    found, factors = read_products(node), find_factors(node)
-    if found or not factors:
+    if (found := read_products(node)) or not (factors := find_factors(node)):
         return found
     bias = next((source for source in node.all_input_nodes if source not in factors), None)
     return [MatrixProduct(node, factors[0], factors[1], bias)]
@@ -82,14 +83,15 @@ def _read(node: fx.Node) -> Sequence[MatrixProduct]:
 
 def multiply(node: fx.Node, value: Value) -> Work:
     """Each GEMM reads its arguments and writes its result; a kernel behind it adds a GELU's bias and activates."""
-    work, size = Work(), value.bytes(node)
+    works = []
     for product in _read(node):
         taken = sum(map(value.bytes, dict.fromkeys([product.x, *product.parameters])))
         written = _result_size(product, value)[1]
-        work += Work((_gemm(product, value),), read=taken, written=written, launches=1)
+        works.append(Work((_gemm(product, value),), read=taken, written=written, launches=1))
     if node.target in _ACTIVATED:
-        work += Work(elementwise=value.count(node), read=size, written=size, launches=1)
-    return work or compute(node, value)
+        size = value.bytes(node)
+        works.append(Work(elementwise=value.count(node), read=size, written=size, launches=1))
+    return sum(works[1:], works[0]) if works else compute(node, value)
 
 
 def _result_size(product: MatrixProduct, value: Value) -> tuple[Number, Number]:

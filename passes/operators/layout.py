@@ -90,6 +90,7 @@ class LayoutWriter:
         own = [self.axis_map.of(node) for node in self.tokens]
         leaves = ({leaf for axes in own for leaf in ax.leaves(axes[dim])} for dim in (0, 1))
         self._named = dict(zip("bs", leaves, strict=True))
+        self._orders: dict[tuple[fx.Node, bool], list[DimOrder]] = {}
         self.transposed.update(node for node in self.tokens if self.order(node).pair)
 
     # What rules read
@@ -101,7 +102,10 @@ class LayoutWriter:
 
     def orders(self, node: fx.Node) -> list[DimOrder]:
         """Return the order of each of a node's results."""
-        return [self._order(axes, node in self.transposed) for axes in self.axis_map.all_of(node)]
+        key = node, node in self.transposed
+        if key not in self._orders:
+            self._orders[key] = [self._order(axes, key[1]) for axes in self.axis_map.all_of(node)]
+        return self._orders[key]
 
     def _order(self, axes: ax.Axes, transposed: bool) -> DimOrder:
         shape = tuple(axis.size for axis in axes)

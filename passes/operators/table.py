@@ -33,11 +33,12 @@ FOREIGN = replace(UNFAMILIAR, traits=Trait.OWN_BACKWARD)
 def rules_of(node: fx.Node) -> OperatorRules:
     """Return the record of the operator that a node calls; of one without a record, the defaults, and its costs."""
     target: Any = node.target
+    if (found := OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target)) is not None:
+        return found
     if isinstance(target, AutogradFunction):
         return pointwise.ELEMENTWISE_FUNCTION if is_elementwise(node) else pointwise.AUTOGRAD_FUNCTION
-    found = OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target)
     foreign = isinstance(target, OpOverload) and target.namespace not in ("aten", "autoptd")
-    return found or (products.EQUATION if read_einsum(node).operands else FOREIGN if foreign else UNFAMILIAR)
+    return products.EQUATION if read_einsum(node).operands else FOREIGN if foreign else UNFAMILIAR
 
 
 def has_trait(node: fx.Node, trait: Trait) -> bool:
