@@ -144,22 +144,20 @@ def undominated(sequence: CostSequence, kept: Ints) -> Ints:
     return np.flatnonzero(keep)
 
 
-def place_cuts(sequence: CostSequence, limit: int | Ints, room: Ints | None) -> Ints | None:
+def place_cuts(sequence: CostSequence, limit: int | Ints, room: int | Ints = UNLIMITED) -> Ints | None:
     """Return a cut whose stages each cost at most their `limit` and hold at most their `room`; None if there is none.
 
-    `limit` may be one for all stages, and the shares are nearly equal. Walks the stages and keeps every place where
-    the next may start: a stage can end at e if some reached place a before it has ``start[a] >= end[e] - limit``.
+    Both may be one for all stages, and the shares are nearly equal. Walks the stages and keeps every place where the
+    next may start: a stage can end at e if some reached place a before it has ``start[a] >= end[e] - limit``.
     """
-    limits = np.broadcast_to(limit, sequence.num_stages)
+    limits, rooms = (np.broadcast_to(most, sequence.num_stages) for most in (limit, room))
     start, end, before = sequence.start, sequence.end, sequence.before
     layers = [np.where(np.arange(len(start)) == 0, start, UNREACHED)]
     floors = []
     for stage in range(sequence.num_stages):
-        floor = np.zeros_like(before)
-        if room is not None:
-            held = sequence.held(int(sequence.in_flight[:, stage].max()))
-            floor = np.minimum(np.searchsorted(held, held - room[stage], "left"), before)
-        best = _prefix_max(layers[-1], before) if room is None else _range_max(layers[-1], floor, before)
+        held = sequence.held(int(sequence.in_flight[:, stage].max()))
+        floor = np.minimum(np.searchsorted(held, held - rooms[stage], "left"), before)
+        best = _range_max(layers[-1], floor, before)
         layers.append(np.where((best > UNREACHED) & (end - limits[stage] <= best), start, UNREACHED))
         floors.append(floor)
         if layers[-1].max() == UNREACHED:
@@ -177,7 +175,7 @@ def place_cuts(sequence: CostSequence, limit: int | Ints, room: Ints | None) -> 
     return cut
 
 
-def minimize_slowest_stage(sequence: CostSequence, room: Ints | None) -> Ints | None:
+def minimize_slowest_stage(sequence: CostSequence, room: int | Ints = UNLIMITED) -> Ints | None:
     """Return the cut whose slowest stage costs least, by bisection; None if no cut keeps every stage's `room`."""
     found = place_cuts(sequence, UNLIMITED, room)
     if found is None:
@@ -209,7 +207,7 @@ def minimize_slowest_rank(sequence: CostSequence, start: Ints) -> Ints:
     found, low, high = start, int(floors.sum(0).max()), sequence.bottleneck(start)
     while low < high:
         middle = (low + high) // 2
-        better = place_cuts(sequence, _divide_time(floors, middle), None)
+        better = place_cuts(sequence, _divide_time(floors, middle))
         if better is None:
             low = middle + 1
         else:
@@ -254,10 +252,6 @@ def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Int
         here = int(parent[here])
         moved[stage] = starts[here]
     return moved
-
-
-def _prefix_max(values: Ints, high: Ints) -> Ints:
-    return np.where(high > 0, np.maximum.accumulate(values)[high - 1], UNREACHED)
 
 
 def _range_max(values: Ints, low: Ints, high: Ints) -> Ints:

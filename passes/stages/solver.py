@@ -106,7 +106,7 @@ def _first_cut(sequence: CostSequence) -> Ints:
 
     For v > 1 a rank's memory is divided over its stages in two ways: evenly, and as the fastest cut fills it.
     """
-    fastest = cost_sequence.minimize_slowest_stage(sequence, None)
+    fastest = cost_sequence.minimize_slowest_stage(sequence)
     assert fastest is not None, "there are as many units as stages"
     if sequence.fits(fastest):
         return fastest
