@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.nodes import is_lifted, walk
+from autoptd.passes.ir.nodes import argument, is_lifted, walk
 from autoptd.passes.operators.proof import elementwise
 from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten
@@ -61,25 +61,21 @@ class MaskJudge:
             whole = self.value(node)
             one = whole is None or whole.dim() < 2 or whole.shape[-2] == 1
             return whole if one else whole.narrow(-2, start, count)
-        if node.target is aten.expand.default:
-            source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
-            return None if source is None else source.expand(*val.shape[:-2], count, val.shape[-1])
-        if has_trait(node, Trait.FILLS):
-            shape = [*val.shape[:-2], count, val.shape[-1]]
-            return node.target(shape, *node.args[1:], **node.kwargs)  # type: ignore[operator]
-        if node.target in (aten.tril.default, aten.triu.default):
-            source = self._rows(node.args[0], start, count)  # type: ignore[arg-type]
-            diagonal: Any = node.args[1] if len(node.args) > 1 else 0
-            return None if source is None else node.target(source, diagonal + start)
+        rows = {n: self._rows(n, start, count) for n in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), rows.__getitem__)
+        shape = [*val.shape[:-2], count, val.shape[-1]]
         # ``where`` with a number and ``to`` have no tag, since torch composes them of others.
         tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if not tagged and rules_of(node).placed is not elementwise:
+        if node.target is aten.expand.default:
+            args = args[0], shape
+        elif has_trait(node, Trait.FILLS):
+            args = shape, *args[1:]
+        elif node.target in (aten.tril.default, aten.triu.default):
+            args = args[0], argument(node, 1, "diagonal", 0) + start
+        elif not tagged and rules_of(node).placed is not elementwise:
             return None
-        rows = {n: self._rows(n, start, count) for n in node.all_input_nodes}
-        if any(value is None for value in rows.values()):
-            return None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), rows.__getitem__)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        known = all(value is not None for value in rows.values())
+        return node.target(*args, **kwargs) if known else None  # type: ignore[operator]
 
     def value(self, node: fx.Node) -> Any:
         """Return the value of a constant; None if it needs a buffer without data."""
