@@ -57,7 +57,7 @@ def cast_arguments(state: Autocast, call: Call) -> Call:
             return source
         if (source, dtype) in writer.casts:
             return writer.casts[source, dtype]
-        meta = {**call.meta, "val": _retype(source.meta["val"], dtype)}
+        meta = {**call.meta, "val": source.meta["val"].to(dtype)}
         made = writer.emit(aten.to.dtype, (source, dtype), meta)
         if source.op != "get_attr":
             writer.casts[source, dtype] = made
@@ -129,7 +129,9 @@ def describe_result(state: Autocast | None, call: Call, target: Any) -> Call:
             f"{where(node)}: under autocast torch casts inside {node.target}, which returns {_names(traced)}; "
             f"expected {_names(found)}. Call it with autocast disabled, and cast explicitly"
         )
-    return replace(call, meta={**call.meta, "val": _with_dtypes(traced, found)})
+    dtypes = iter(_dtypes(found))
+    val = fx.node.map_aggregate(traced, lambda x: x.to(next(dtypes)) if isinstance(x, Tensor) else x)
+    return replace(call, meta={**call.meta, "val": val})
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:
@@ -139,14 +141,3 @@ def _dtypes(value: Any) -> list[torch.dtype]:
 
 def _names(value: Any) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in _dtypes(value))
-
-
-def _retype(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(value.size(), value.stride(), dtype=dtype, device="meta")
-
-
-def _with_dtypes(traced: Any, found: Any) -> Any:
-    if isinstance(traced, (list, tuple)):
-        return type(traced)(_with_dtypes(t, f) for t, f in zip(traced, found, strict=True))
-    same = not isinstance(traced, Tensor) or traced.dtype == found.dtype
-    return traced if same else _retype(traced, found.dtype)
