@@ -175,7 +175,7 @@ class Fault:
 
 
 HEAD = "head = collectives.copied_linear("
-PACKED = "blocks0_repeat_interleave_1, documents=documents"
+PACKED = "blocks0_split_with_sizes_2, documents=documents"
 PARTIAL = "rank, blocks0_out)"
 BIAS = 'p["blocks.0.out.bias"]'
 OWN_CLASSES = "(lambda rank, x, y, vocabulary: aten.cross_entropy_loss(x, aten.clamp(y, 0, 18)))"

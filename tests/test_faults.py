@@ -327,10 +327,7 @@ FAULTS = [
     Fault(
         "a key is that of the next rank's head",
         "grouped",
-        rewrite(
-            "blocks0_attention_repeat_interleave_own = collectives.take_own(",
-            f"blocks0_attention_repeat_interleave_own = {NEXT}",
-        ),
+        rewrite("blocks0_attention_k_norm_own = collectives.take_own(", f"blocks0_attention_k_norm_own = {NEXT}"),
         uncovered="reshape",
     ),
     Fault("two activations are swapped", "gpipe", reorder(0, swap_sends(Kind.SEND_OUTPUT, 0)), refused=True),

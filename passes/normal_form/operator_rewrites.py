@@ -98,6 +98,23 @@ def _repeat(call: Call) -> fx.Node | None:
     return x
 
 
+def _repeat_interleave(call: Call) -> fx.Node | None:
+    """Write repetitions by one number as torch computes them."""
+    dim, x = call.argument("dim"), call.source
+    if dim is None:
+        dim, x = 0, call.reshape(x, [call.given.numel()])
+    return _repeat_indices(call, x, dim % len(shape_of(x)), call.args[1])
+
+
+def _repeat_indices(call: Call, x: fx.Node, dim: int, times: int) -> fx.Node:
+    """Repeat each index of a dimension, such as key and value heads that query heads share, neighbours together."""
+    *outer, size = shape_of(x)[: dim + 1]
+    inner = shape_of(x)[dim + 1 :]
+    x = call.reshape(x, [*outer, size, 1, *inner])
+    x = call.derive(aten.expand.default, x, [*outer, size, times, *inner])
+    return call.reshape(x, [*outer, size * times, *inner])
+
+
 def _slice(call: Call) -> fx.Node | None:
     extent = call.given.shape
     if extent == call.val.shape:
@@ -266,7 +283,7 @@ def _attention(call: Call) -> fx.Node | None:
         masks = () if mask is None else (mask,)
         return call.emit(aten.scaled_dot_product_attention.default, q, k, v, *masks, **kept)
     if grouped:
-        k, v = _repeat_heads(call, k), _repeat_heads(call, v)
+        k, v = (_repeat_indices(call, x, 1, shape_of(q)[1] // shape_of(x)[1]) for x in (k, v))
     scale = 1 / math.sqrt(q.meta["val"].shape[-1]) if scale is None else scale
     options = {"is_causal": True} if is_causal else {}
     options |= {"scale": scale, "p": p, "operator": call.writer.next_number("dropouts")}
@@ -279,15 +296,6 @@ def _attention(call: Call) -> fx.Node | None:
     meta = {**call.meta, "val": scores.meta["val"]}
     weights = call.writer.emit(kernels.scaled_softmax, (call.writer.rank, scores, *masks), meta, options)
     return call.emit(aten.matmul.default, weights, v)
-
-
-def _repeat_heads(call: Call, x: fx.Node) -> fx.Node:
-    """Repeat each key/value head of x [b, g, s, a] as often as query heads share it, neighbours together."""
-    b, g, s, a = x.meta["val"].shape
-    times = call.given.shape[1] // g
-    x = call.reshape(x, [b, g, 1, s, a])
-    x = call.derive(aten.expand.default, x, [b, g, times, s, a])
-    return call.reshape(x, [b, g * times, s, a])
 
 
 # Operators with two names in torch: the other one, and the one that passes know.
@@ -323,6 +331,7 @@ RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike
     aten.kl_div.default: loss_rewrites.write_kl_div,
     aten.index.Tensor: loss_rewrites.write_index,
     aten.repeat.default: _repeat,
+    aten.repeat_interleave.self_int: _repeat_interleave,
     aten.rrelu.default: _rrelu,
     aten.slice.Tensor: _slice,
     aten.chunk.default: _chunk,

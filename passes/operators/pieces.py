@@ -12,7 +12,7 @@ from autoptd.passes.ir.nodes import argument, as_results, called, operator_name,
 from autoptd.passes.ir.views import read_cut, read_dim
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
-from autoptd.passes.operators.axis_map import AxisMap, opaque
+from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -63,17 +63,6 @@ def _join_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     return (*parts[0][:dim], joined, *parts[0][dim + 1 :])
 
 
-def _repeat_axes(axis_map: AxisMap, node: fx.Node) -> Any:
-    """Each index of one dimension, several times in a row: [kv, group]."""
-    own, shape = list(axis_map.of(node.args[0])), shape_of(node)
-    dim = argument(node, 2, "dim")
-    if dim is None or not isinstance(node.args[1], int):
-        return opaque(axis_map, node)
-    dim %= len(own)
-    own[dim] = ax.product([own[dim], ax.Axis(shape[dim] // own[dim].size, copied=True)])
-    return tuple(own)
-
-
 def _scatter_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Replace rows of a dimension, or one, by others: it stays whole, and the rest of both is the same."""
     into, rows = axis_map.of(node.args[0]), axis_map.of(node.args[1])
@@ -116,15 +105,6 @@ def _split_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     return localizer.copy(node, args=args, target=target)
 
 
-def _repeat_local(localizer: Localizer, node: fx.Node) -> fx.Node:
-    axes = localizer.axis_map.of(node)
-    dim = argument(node, 2, "dim")
-    if dim is None or not localizer.is_divided(axes):
-        return localizer.copy(node)
-    times = localizer.extent(axes[dim]) // localizer.extent(localizer.axis_map.of(node.args[0])[dim])
-    return localizer.copy(node, args=(localizer.whole(node.args[0]), times, dim))
-
-
 # The proof
 
 
@@ -164,16 +144,6 @@ def _stack_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     return replace(placement, dim=placement.dim + (dim <= placement.dim))
 
 
-def _repeat_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
-    placement, dim, times = proof.read(node.args[0], placements), argument(node, 2, "dim"), node.args[1]
-    if dim is None or not isinstance(times, int):
-        return proof.UNKNOWN
-    if placement.dim != dim % len(shape_of(node)):
-        return placement
-    parts = tuple(replace(part, inner=part.inner * times) for part in placement.segments)
-    return replace(placement, segments=parts, extent=None)
-
-
 def _getitem_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     own, index = node.args[:2]
     found = placements[own]  # type: ignore[index]
@@ -185,12 +155,12 @@ def _getitem_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacemen
 # The sequence-first layout
 
 
-def resize_order(position: int, default: int | None = 0) -> Callable[[LayoutWriter, fx.Node], Written]:
+def resize_order(position: int) -> Callable[[LayoutWriter, fx.Node], Written]:
     """Return the rule of an operator that cuts or stretches one dimension, which its argument `position` names."""
 
     def rule(writer: LayoutWriter, node: fx.Node) -> Written:
-        order, dim = writer.order(node.args[0]), argument(node, position, "dim", default)
-        if not isinstance(dim, int) or not writer.carries(node, order) or (order.merged and order.holds(dim)):
+        order, dim = writer.order(node.args[0]), argument(node, position, "dim", 0)
+        if not writer.carries(node, order) or (order.merged and order.holds(dim)):
             return None
         placed = order.place(dim) if order.transposed else dim
         return writer.write_along(writer.value(node.args[0]), position, placed), order.transposed
@@ -229,13 +199,7 @@ RULES: Mapping[Any, OperatorRules] = {
     aten.tensor_split: replace(_SPLIT, of_partial=proof.refuse_partial),
     **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), replace(_JOIN, placed=_cat_placed)),
     aten.stack: replace(_JOIN, placed=_stack_placed),
-    aten.repeat_interleave: OperatorRules(
-        axes=_repeat_axes,
-        local=_repeat_local,
-        placed=_repeat_placed,
-        order=resize_order(2, default=None),
-        keeps="nothing",
-    ),
+    aten.repeat_interleave: OperatorRules(keeps="nothing"),
     **dict.fromkeys((aten.slice_scatter, aten.select_scatter), OperatorRules(axes=_scatter_axes)),
     operator.getitem: OperatorRules(
         axes=lambda axis_map, node: axis_map.axes[node.args[0]][node.args[1]],  # type: ignore[index]
