@@ -10,6 +10,7 @@ from torch import Tensor
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.activation import Gelu, activate_linear
 from autoptd.runtime.kernels.linear import Linear, SplitLinear, multiply
+from autoptd.runtime.kernels.operands import Operand
 from autoptd.runtime.kernels.partial_sums import sum_over_ranks
 
 
@@ -37,9 +38,7 @@ def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
     return x if group.size == 1 else x.narrow(dim, group.index * width, width)
 
 
-def copied_linear(
-    rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False
-) -> Tensor:
+def copied_linear(rank: Rank, x: Tensor, weight: Tensor, bias: Operand = None, transposed: bool = False) -> Tensor:
     """Compute ``linear(copy_to_tensor(rank, x), weight, bias)``.
 
     `weight` is [out, in], or [in, out] where `transposed`. The backward posts f's all-reduce, computes the gradients of
@@ -49,11 +48,7 @@ def copied_linear(
 
 
 def copied_linears(
-    rank: Rank,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None = None,
-    transposed: bool = False,
+    rank: Rank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Operand] | None = None, transposed: bool = False
 ) -> tuple[Tensor, ...]:
     """Compute several linears of one f(x), whose gradients of x are added before f's all-reduce; biases may be None.
 
@@ -75,7 +70,7 @@ def copied_linear_gelu(
 
 
 def copied_split_linear(
-    rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, sections: int, transposed: bool = False
+    rank: Rank, x: Tensor, weight: Tensor, bias: Operand, sections: int, transposed: bool = False
 ) -> Tensor:
     """Compute `kernels.split_linear` of f(x), with f's all-reduce beside the weights' gradients."""
     return multiply(rank, SplitLinear(transposed, sections=sections), x, [weight], [bias])[0]

@@ -16,13 +16,11 @@ from autoptd.capture.source_lines import user_line
 Call = tuple[Any, tuple[Any, ...]]
 aten = torch.ops.aten
 # Functions that return their first argument without dropout.
-DROPPING = frozenset(
-    [
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-        *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
-        *(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
-    ]
-)
+DROPPING = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
+    *(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
+}
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 # The names of arguments of attention, and of the dropouts that programs support.
 ATTENTIONS: Mapping[Any, Sequence[str]] = {

@@ -4,7 +4,6 @@ Torch computes it by a compiler, or by vmap, and a trace can hold neither. So a 
 with all of them at once, which means the same where it works element by element.
 """
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -177,4 +176,4 @@ class _AllAtOnce(TorchFunctionMode):
 
 
 def _refuse(text: str) -> NoReturn:
-    raise FlexError(f"{user_line(traceback.extract_stack())}: {text}")
+    raise FlexError(f"{user_line()}: {text}")

@@ -18,12 +18,10 @@ from autoptd.capture.source_lines import user_line
 from autoptd.passes.ir.nodes import aten_name, walk
 
 # Functions that give Python a value, as branches do.
-READS = frozenset(
-    [
-        *(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
-        *(torch.is_nonzero, Tensor.is_nonzero, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
-    ]
-)
+READS = {
+    *(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
+    *(torch.is_nonzero, Tensor.is_nonzero, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
+}
 # Operators that read values of their first argument only.
 LIKE_SECOND = frozenset(["to", "type_as", "view_as", "expand_as", "reshape_as"])
 MOST = 1 << 26  # elements of a constant
@@ -90,8 +88,7 @@ class KnownValues(TorchFunctionMode):
                 # A forward may write to it.
                 values[node] = value if node.op == "call_function" else value.detach().cpu().clone()
         self.read |= {names[node] for node in sources if node in names}
-        result: Tensor = values[wanted]
-        return result
+        return values[wanted]  # type: ignore[no-any-return]
 
 
 def _evaluate(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

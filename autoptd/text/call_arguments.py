@@ -49,11 +49,8 @@ def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _positional(target: Any) -> tuple[tuple[str, Any], ...] | None:
     """Return name and default of each positional argument, or None if they cannot all be named."""
     if isinstance(target, OpOverload):
-        known = tuple(
-            (argument.name, argument.default_value if argument.has_default_value() else _REQUIRED)
-            for argument in target._schema.arguments
-            if not argument.kwarg_only
-        )
+        own = (a for a in target._schema.arguments if not a.kwarg_only)
+        known = tuple((a.name, a.default_value if a.has_default_value() else _REQUIRED) for a in own)
     elif inspect.isfunction(target):
         parameters = inspect.signature(target).parameters.values()
         if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):

@@ -39,10 +39,8 @@ def write_value_shape(node: fx.Node, tensor: int) -> str:
     """Write the shape of a node's value, or of each part; empty if it is unknown."""
     values, placements = results_of(node), info(node).placements
     dims = [placement["tensor"].dim for placement in placements] * (len(values) // len(placements))
-    parts = [
-        write_shape(part.dtype, part.shape, dim, tensor) if isinstance(part, Tensor) else ""
-        for part, dim in zip(values, dims, strict=True)
-    ]
+    pairs = zip(values, dims, strict=True)
+    parts = [write_shape(x.dtype, x.shape, dim, tensor) if isinstance(x, Tensor) else "" for x, dim in pairs]
     return f"{len(parts)} x {parts[0]}" if len(parts) > 1 and len(set(parts)) == 1 else ", ".join(parts)
 
 
@@ -85,10 +83,8 @@ class Headings:
                 self._ranges.setdefault(_block(path), set()).add(index)
         self._outer = outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
         # The module whose heading covers a path: itself, or its parent if it is a small leaf.
-        self.group = {
-            path: path if path in outer or count >= _OWN_HEADING else _caller(path, calls)
-            for path, count in calls.items()
-        }
+        own = {path for path, count in calls.items() if path in outer or count >= _OWN_HEADING}
+        self.group = {path: path if path in own else _caller(path, calls) for path in calls}
         self._shorten = len({_short(block) for block in self._ranges}) == len(self._ranges)
 
     def heading(self, path: str, nodes: Sequence[fx.Node]) -> str:

@@ -76,11 +76,9 @@ class RankProgram:
     def parameters(self) -> dict[str, LocalParameter]:
         """Return the rank's tensors by their names in the user's ``state_dict``."""
         mesh, at = self.manifest.mesh, self.coordinates
-        return {
-            name: LocalParameter(p.shape, p.local_shape(mesh.axes), find_slice(p, mesh.tensor, at.tensor))
-            for name, p in self.manifest.parameters.items()
-            if at.pipeline in self.manifest.owners(name)
-        }
+        own = {n: p for n, p in self.manifest.parameters.items() if at.pipeline in self.manifest.owners(n)}
+        slices = {n: find_slice(p, mesh.tensor, at.tensor) for n, p in own.items()}
+        return {n: LocalParameter(p.shape, p.local_shape(mesh.axes), slices[n]) for n, p in own.items()}
 
     @cached_property
     def peers(self) -> Peers:

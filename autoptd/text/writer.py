@@ -84,10 +84,9 @@ def _write_stage(stage: Stage, manifest: Manifest, index: int, headings: Heading
 def _write_signature(manifest: Manifest, index: int, taken: Sequence[fx.Node], names: Names) -> list[str]:
     interface, tensor, values = manifest.stages[index], manifest.mesh.tensor, taken[1:]
     came = [f"from stage {index - 1}, {_crossing(manifest, b, 'gathered')}" for b in interface.receives]
-    comments = [
-        write_comment(write_value_shape(node, tensor), note, columns=len(values) == 1)
-        for node, note in zip(values, [*came, *["batch"] * len(interface.inputs)], strict=True)
-    ]
+    shapes = [write_value_shape(node, tensor) for node in values]
+    pairs = zip(shapes, [*came, *["batch"] * len(interface.inputs)], strict=True)
+    comments = [write_comment(*pair, columns=len(values) == 1) for pair in pairs]
     head = f"def stage_{index}("
     if len(values) < 2:
         arguments = ", ".join(["rank", "p", *(names[node] for node in values)])

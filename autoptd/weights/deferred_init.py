@@ -67,13 +67,11 @@ def read_initial(program: Program, *, model: nn.Module, initializer: Initializer
         entry = f"initialise: bind needs weights=: {error}"
         return replace(program, log=(*program.log, entry), uninitialized=str(error))
     parameters = {n: replace(p, initial=draws.get(n, ())) for n, p in stage.parameters.items()}
-    buffers = {
-        n: b.detach().to(parameters[n].dtype)
-        for n, b in made.named_buffers()
-        if n in parameters and not b.is_meta and tuple(b.shape) == parameters[n].shape
-    } | dict(program.buffers)
+    known = {n: b for n, b in made.named_buffers() if n in parameters and tuple(b.shape) == parameters[n].shape}
+    buffers = {n: b.detach().to(parameters[n].dtype) for n, b in known.items() if not b.is_meta}
     log = (*program.log, f"initialise: {len(draws)} parameters as {how}")
-    return replace(program, stages=(replace(stage, parameters=parameters),), buffers=buffers, log=log)
+    stages = (replace(stage, parameters=parameters),)
+    return replace(program, stages=stages, buffers={**buffers, **program.buffers}, log=log)
 
 
 def _initialize(model: nn.Module, initializer: Initializer) -> tuple[nn.Module, Writes, str]:

@@ -101,9 +101,7 @@ def _read_tensors(file: Path) -> list[FileTensor]:
     try:
         with safe_open(file, framework="pt") as reader:
             rows: dict[str, Any] = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
-            return [
-                FileTensor(file, name, tuple(x.get_shape()), DTYPES.get(x.get_dtype(), torch.uint8))
-                for name, x in rows.items()
-            ]
+            kinds = {name: DTYPES.get(x.get_dtype(), torch.uint8) for name, x in rows.items()}
+            return [FileTensor(file, name, tuple(x.get_shape()), kinds[name]) for name, x in rows.items()]
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read as safetensors: {error}; fetch or write it again") from error

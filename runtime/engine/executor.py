@@ -160,10 +160,8 @@ class Executor:
         self._connection, self._device = connection, connection.rank.device
         self.manifest = program.manifest
         here = connection.rank.coordinates.pipeline
-        self.stages = {
-            stage.index: StageRun(program, connection.rank, stage, self.measured, graphs)
-            for stage in self.manifest.stages[here :: self.manifest.mesh.pipeline]
-        }
+        own = self.manifest.stages[here :: self.manifest.mesh.pipeline]
+        self.stages = {s.index: StageRun(program, connection.rank, s, self.measured, graphs) for s in own}
         self.complete = list_complete(self.manifest, here, program.schedule[here])
         graphed = {index: stage.graphed for index, stage in self.stages.items()} if graphs else {}
         self.captures = Captures(connection.rank, connection.world, graphed)
@@ -226,14 +224,10 @@ class Executor:
         if not self.leaves.by_stage or tensors is not self._made_for[0] or trained is not self._made_for[1]:
             self._made_for = tensors, trained
             slices = {**tensors, **self.slices, **narrow}
-            by_stage = {
-                index: {
-                    name: slices[name].detach().requires_grad_(name in (trained or ()))
-                    for name in self.manifest.stages[index].parameters
-                }
-                for index in self.stages
-            }
-            self.leaves = StageLeaves(by_stage)
+            self.leaves = StageLeaves({stage: {} for stage in self.stages})
+            for stage, own in self.leaves.by_stage.items():
+                for name in self.manifest.stages[stage].parameters:
+                    own[name] = slices[name].detach().requires_grad_(name in (trained or ()))
             sums.attach(self.leaves, trained)
         sums.leaves = self.leaves
 

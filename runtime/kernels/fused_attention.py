@@ -77,13 +77,11 @@ def _find_runs(documents: Tensor) -> list[int] | None:
 def _attend_by_run(rows: list[Tensor], lengths: list[int], scale: float | None) -> Tensor:
     options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": True}
     parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in rows), strict=True)
-    found = [functional.scaled_dot_product_attention(*part, **options)[0].transpose(0, 1) for part in parts]
-    return torch.cat(found)
+    return torch.cat([functional.scaled_dot_product_attention(*x, **options)[0].transpose(0, 1) for x in parts])
 
 
 def _attend_on_gpu(rows: list[Tensor], lengths: list[int], scale: float | None) -> Tensor:
     attend = import_module("torch.nn.attention.varlen").varlen_attn  # which takes 3 s, for torch's compiler
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=rows[0].device)
     longest = max(lengths)
-    found: Tensor = attend(*rows, ends, ends, longest, longest, scale=scale, window_size=(-1, 0))
-    return found
+    return attend(*rows, ends, ends, longest, longest, scale=scale, window_size=(-1, 0))  # type: ignore[no-any-return]

@@ -22,11 +22,7 @@ def uniform(
     return uniform_operator(moment, key, list(x.shape), x.dtype)
 
 
-def _allocate(moment: Tensor, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return moment.new_empty(shape, dtype=dtype)
-
-
-@define_operator("uniform", _allocate)
+@define_operator("uniform", lambda moment, _, shape, dtype: moment.new_empty(shape, dtype=dtype))
 def uniform_operator(moment: Tensor, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Compute `uniform`, contiguous."""
     return draw_uniform(key, moment, shape, dtype)

@@ -189,10 +189,8 @@ class _Products(torch.autograd.Function):
             product.differentiate_weight(sums, gradient, x) if asked else None
             for sums, gradient, asked in zip(ctx.sums, gradients, wanted[:count], strict=True)
         ]
-        of_biases = [
-            product.differentiate_bias(gradient) if asked else None
-            for gradient, asked in zip(gradients, wanted[count:], strict=True)
-        ]
+        asked_of = zip(gradients, wanted[count:], strict=True)
+        of_biases = [product.differentiate_bias(gradient) if asked else None for gradient, asked in asked_of]
         if posted is not None:
             computed = None if measured is None else measured.mark()
             of_x = posted.wait()[0].view(ctx.shape)

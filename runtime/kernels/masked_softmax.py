@@ -96,14 +96,7 @@ def _softmax(scores: Tensor, mask: Operand, is_causal: bool, scale: float) -> Te
 
 @define_operator("scaled_softmax_backward", lambda _, x, *others: torch.empty_like(x), triton="softmax")
 def _scaled_softmax_backward(
-    gradient: Tensor,
-    softmax: Tensor,
-    weights: Operand,
-    is_causal: bool,
-    scale: float,
-    p: float,
-    key: Key,
-    moment: Operand,
+    gradient: Tensor, softmax: Tensor, weights: Operand, causal: bool, scale: float, p: float, key: Key, moment: Operand
 ) -> Tensor:
     """Return the gradient of the masked scores times `scale`: with their scale it is that of the scores.
 
@@ -119,7 +112,7 @@ def _scaled_softmax_backward(
         return result.mul_(scale).contiguous()
     gradient, share = gradient.to(wide), softmax.to(wide)
     if moment is not None:  # weights are rounded, where the mask is exact
-        gradient = apply_mask(gradient, p, key, moment, is_causal).mul_(keep_factor(p))
+        gradient = apply_mask(gradient, p, key, moment, causal).mul_(keep_factor(p))
     # Rounded, a row does not sum to 1: without the division, a constant gradient would not be taken to 0.
     level = (share * gradient).sum(-1, keepdim=True) / share.sum(-1, keepdim=True).clamp_min_(1e-30)
     return (share * (gradient - level)).mul_(scale).to(softmax.dtype)

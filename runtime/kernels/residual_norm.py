@@ -214,10 +214,8 @@ def _differentiate(ctx: Any, d_added: Operand, d_normed: Operand, *_: None) -> t
     of_weight, of_offset, of_bias = (next(left) if want else None for want in wanted[2:])
     of_x = of_x if dropped else of_sum
     gradients: tuple[Any, ...] = (of_x, of_weight, of_offset, None, of_bias, of_sum, None, None, None, None)
-    return tuple(
-        gradient.to(dtype) if needed else None
-        for gradient, dtype, needed in zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=True)
-    )
+    found = zip(gradients, ctx.dtypes, ctx.needs_input_grad, strict=True)
+    return tuple(gradient.to(dtype) if needed else None for gradient, dtype, needed in found)
 
 
 _add_norm.register_autograd(_differentiate, setup_context=_save)

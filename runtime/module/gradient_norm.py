@@ -55,11 +55,8 @@ def _measure(
             "joined to that of the whole model's, which other types do not give"
         )
     weights, connection = runner.weights, runner.weights.connection
-    gradients = {
-        name: p.grad
-        for name, p in weights.leaves.items()
-        if isinstance(name, str) and p.grad is not None and (of is None or name in of)
-    }
+    named = {k: p.grad for k, p in weights.leaves.items() if isinstance(k, str) and (of is None or k in of)}
+    gradients = {name: gradient for name, gradient in named.items() if gradient is not None}
     position = connection.position
     with position.collective_call("clip_grad_norm_"), position.during("norm of the gradient"):
         norm = global_norm(weights.manifest, connection.rank, gradients, weights.shards, norm_type)

@@ -32,11 +32,8 @@ class BucketWatch:
                 complete(next(numbers))
 
         # A node that is reached without a gradient has been added to by a product.
-        handles = [
-            get_gradient_edge(self.leaves[name]).node.register_hook(partial(pass_leaf, own, name))
-            for own in waiting
-            for name in tuple(own)
-        ]
+        hooks = ((name, partial(pass_leaf, own, name)) for own in waiting for name in tuple(own))
+        handles = [get_gradient_edge(self.leaves[name]).node.register_hook(hook) for name, hook in hooks]
         try:
             yield
         finally:

@@ -29,7 +29,7 @@ class StageLeaves:
     The first step with them shows which parameters `arrived` with a gradient.
     """
 
-    by_stage: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    by_stage: Mapping[int, dict[str, Tensor]] = field(default_factory=dict)
     number: int = field(default_factory=counter(1).__next__)
     arrived: set[str] | None = None
 
@@ -58,11 +58,8 @@ class Bucket:
 
     def _view(self, row: Tensor) -> dict[str, Tensor]:
         """Return the parameters' parts of a `row`. As ``data`` each counts the writes into it alone."""
-        parts = row[: sum(self._sizes)].split(self._sizes)
-        return {
-            name: part[: shape.numel()].view(shape).data
-            for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
-        }
+        parts = zip(self._shapes.items(), row[: sum(self._sizes)].split(self._sizes), strict=True)
+        return {name: part[: shape.numel()].view(shape).data for (name, shape), part in parts}
 
     def lend(self) -> Tensor:
         """Return the row for the parameters' gradients: a copy, if any was kept before."""
@@ -99,12 +96,8 @@ class GradientMemory:
     def __init__(self, buckets: Mapping[Completion, Sequence[Bucket]], leaves: StageLeaves) -> None:
         self.buckets = buckets
         self.moves = 0
-        self.further = {
-            name: [torch.zeros_like(view) for _ in later]
-            for bucket in self
-            for name, view in bucket.views.items()
-            if (later := leaves.of(name)[1:])
-        }
+        views = chain.from_iterable(bucket.views.items() for bucket in self)
+        self.further = {n: [torch.zeros_like(x) for _ in later] for n, x in views if (later := leaves.of(n)[1:])}
 
     def __iter__(self) -> Iterator[Bucket]:
         return (bucket for own in self.buckets.values() for bucket in own)

@@ -62,11 +62,8 @@ class FlatShard:
 
         Also of those whose storage has moved, with all that shares it: torch.multiprocessing moves it to shared memory.
         """
-        return [
-            name
-            for name, view in self._views.items()
-            if not parameters[name].is_set_to(view) or view.data_ptr() != self._addresses[name]
-        ]
+        moved = {name for name, view in self._views.items() if view.data_ptr() != self._addresses[name]}
+        return [name for name, view in self._views.items() if name in moved or not parameters[name].is_set_to(view)]
 
     def bind(self, parameters: Mapping[str, Tensor]) -> None:
         """Make its `parameters` views of `flat`, whatever they were."""
@@ -176,11 +173,8 @@ def join_states(shard: FlatShard, states: Mapping[str, Mapping[str, Any]]) -> di
 
 def split_states(shard: FlatShard, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Split the states of a shard's own part into those of each of its parameters, in a row."""
-    split = {
-        key: shard.split_own(value) if is_shaped(value) else dict.fromkeys(shard.names, value)
-        for key, value in state.items()
-    }
-    return {name: {key: rows[name] for key, rows in split.items()} for name in shard.names}
+    rows = {key: shard.split_own(x) if is_shaped(x) else dict.fromkeys(shard.names, x) for key, x in state.items()}
+    return {name: {key: own[name] for key, own in rows.items()} for name in shard.names}
 
 
 def is_shaped(value: Any) -> bool:

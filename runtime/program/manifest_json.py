@@ -49,8 +49,7 @@ def from_json(text: str, filename: str = "manifest.json") -> Manifest:
     found = fields.pop("format", None) if isinstance(fields, dict) else None
     if found != FORMAT:
         raise ValueError(f"{filename}: format is {found!r}, expected {FORMAT!r}; save the program again")
-    manifest: Manifest = decode(Manifest, fields, filename)
-    return manifest
+    return decode(Manifest, fields, filename)  # type: ignore[no-any-return]
 
 
 def encode(value: Any) -> Any:
@@ -62,11 +61,8 @@ def encode(value: Any) -> Any:
         return axes if value.ranks is None else {**axes, "ranks": list(value.ranks)}
     if dataclasses.is_dataclass(value):
         kind = {"kind": type(value).__name__.lower()} if isinstance(value, AxisPlacement) else {}
-        return kind | {
-            field.name: encode(getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if getattr(value, field.name) != field.default
-        }
+        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return kind | {field.name: encode(own) for field, own in fields if own != field.default}
     if isinstance(value, Mapping):
         return {key: encode(item) for key, item in value.items()}
     return [encode(item) for item in value] if isinstance(value, (tuple, list)) else value
