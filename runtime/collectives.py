@@ -16,9 +16,7 @@ from autoptd.runtime.kernels.partial_sums import sum_over_ranks
 
 def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
     """Hand a replicated `x` to a divided region (f). Backward all-reduces the ranks' partial gradients."""
-    if rank.group("tensor").size == 1:
-        return x
-    return _Copy.apply(x, rank)  # type: ignore[no-any-return, no-untyped-call]
+    return x if rank.group("tensor").size == 1 else _Copy.apply(x, rank)  # type: ignore[no-untyped-call]
 
 
 def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:

@@ -206,8 +206,7 @@ def _keep_runs(
     kept = kept.view(len(samples), len(starts), blocks_per_run * BLOCK)
     if aligned:
         return kept[..., :run]
-    place = first % BLOCK + torch.arange(run, device=device)
-    return kept.gather(2, place.expand(len(samples), -1, -1))
+    return kept.gather(2, (first % BLOCK + torch.arange(run, device=device)).expand(len(samples), -1, -1))
 
 
 def _draw(

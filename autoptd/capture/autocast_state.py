@@ -21,8 +21,7 @@ def read_autocast(model: nn.Module) -> Autocast | None:
     states = {d: Autocast(d, torch.get_autocast_dtype(d)) for d in KERNELS if torch.is_autocast_enabled(d)}
     if len(states) < 2:
         return next(iter(states.values()), None)
-    tensors = (*model.parameters(), *model.buffers())
-    return states["cpu" if any(tensor.is_cpu for tensor in tensors) else "cuda"]
+    return states["cpu" if any(tensor.is_cpu for tensor in (*model.parameters(), *model.buffers())) else "cuda"]
 
 
 class NoGradRegions(TorchFunctionMode):
@@ -41,8 +40,7 @@ class NoGradRegions(TorchFunctionMode):
             return result
 
         def detach(part: Tensor) -> Tensor:
-            given = any(part is x for x in args)
-            return part if given or not part.is_floating_point() else part.detach()
+            return part if any(part is x for x in args) or not part.is_floating_point() else part.detach()
 
         return tree_map_only(Tensor, detach, result)
 

@@ -54,8 +54,7 @@ _CALLS: dict[str, Traced] = {}
 
 
 def _make_results(call: str, _: list[Tensor]) -> list[Tensor]:
-    tensors = tensors_in(_CALLS[call].results)
-    return [torch.empty_strided(x.size(), x.stride(), dtype=x.dtype) for x in tensors]
+    return [torch.empty_strided(x.size(), x.stride(), dtype=x.dtype) for x in tensors_in(_CALLS[call].results)]
 
 
 torch.library.register_fake("autoptd_capture::autograd_function", _make_results, lib=_LIB)

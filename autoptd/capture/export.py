@@ -238,8 +238,7 @@ def _name_tensors(
 
 
 def _placeholders(exported: ExportedProgram) -> Iterator[tuple[fx.Node, InputSpec]]:
-    nodes = exported.graph.find_nodes(op="placeholder")
-    return zip(nodes, exported.graph_signature.input_specs, strict=True)
+    return zip(exported.graph.find_nodes(op="placeholder"), exported.graph_signature.input_specs, strict=True)
 
 
 def _first_use(node: fx.Node) -> str:
@@ -283,8 +282,7 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, objective: Object
             loss, *others = map(value_of, node.args[0])
             asked = zip(objective.result.outputs, (other.meta["val"] for other in others), strict=True)
             outputs = tuple(Result(path, tuple(val.shape), val.dtype) for path, val in asked)
-            result = graph.output((loss, *others) if others else loss)
-            describe(result, loss.meta["val"], NodeInfo(outputs=outputs))
+            describe(graph.output((loss, *others) if others else loss), loss.meta["val"], NodeInfo(outputs=outputs))
         elif node.op != "placeholder":
             values[node] = graph.node_copy(node, value_of)
             region = _region(exported.graph_module, node) if node.op == "get_attr" else None
@@ -316,8 +314,7 @@ def _region(owner: fx.GraphModule, node: fx.Node) -> fx.Graph:
     region = getattr(owner, str(node.target))
     _drop_checks(region.graph)
     for inner in region.graph.nodes:
-        nested = _region(region, inner) if inner.op == "get_attr" else None
-        _describe_node(inner, inner, region=nested)
+        _describe_node(inner, inner, region=_region(region, inner) if inner.op == "get_attr" else None)
     return region.graph  # type: ignore[no-any-return]
 
 

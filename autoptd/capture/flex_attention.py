@@ -68,8 +68,7 @@ def _attend(
     scores = query.to(precise) @ keys.to(precise).transpose(-2, -1) * scale
     scores = torch.where(seen, _call_with_all(mod, scores, *at), -float("inf"))
     if mod is flex._identity:
-        grouped = h != key.shape[1]
-        out = F.scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=h != key.shape[1])
     else:
         out = torch._safe_softmax(scores, -1).to(query.dtype) @ values
     return out, scores.logsumexp(-1) / log(2), scores.amax(-1) / log(2)
@@ -118,8 +117,7 @@ class _AllAtOnce(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
-        given = tensors_in((args, options))
-        if not any(id(x) in self._varying or id(x) in self._rows for x in given):
+        if not any(id(x) in self._varying or id(x) in self._rows for x in tensors_in((args, options))):
             return func(*args, **options)
         if func is Tensor.__getitem__:
             return self._index(*args)
@@ -160,8 +158,7 @@ class _AllAtOnce(TorchFunctionMode):
         shapes = [x.shape for x in others if isinstance(x, Tensor)]
         if len(dims) != 1 or any(len(shape) > 1 and shape[1] > 1 for shape in shapes):
             return whole[tuple(index)]
-        heads = whole.movedim(dims[0], 0)
-        made = heads[(slice(None), *others)]
+        made = whole.movedim(dims[0], 0)[(slice(None), *others)]
         return made.view(-1, *[1] * (5 - made.dim()), *made.shape[1:]).transpose(0, 2).squeeze(0)
 
     def _is_number(self, x: object) -> bool:

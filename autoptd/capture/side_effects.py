@@ -81,8 +81,7 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor], left:
         with refuse_new_hooks(), patch.object(nn.Module, "__setattr__", _assign_view):
             yield
     finally:
-        now_held = _list_held(objective)
-        new = {place: value for place, value in now_held.items() if held.get(place) is not value}
+        new = {place: value for place, value in _list_held(objective).items() if held.get(place) is not value}
         left |= {place: value for place, value in new.items() if isinstance(value, (Tensor, *NUMBERS))}
     now = _list_buffers(objective)
     # A new buffer keeps something for later calls, such as a table of positions.
@@ -157,8 +156,7 @@ def _refuse_hook(*_: object, **__: object) -> NoReturn:
 
 
 def _list_buffers(model: nn.Module) -> dict[str, Tensor]:
-    found = model.named_buffers(remove_duplicate=False)
-    return {name.removeprefix("captured."): buffer for name, buffer in found}
+    return {name.removeprefix("captured."): buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 def _random_states(held: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,7 @@ _DEVICE, _IS_CUDA, _IS_CPU = (vars(torch._C.TensorBase)[n].__get__ for n in ("de
 
 def find_device(model: nn.Module, device: str | torch.device | None) -> str:
     """Return the type of the `device` for which a forward is traced; None: that of the model's tensors, not "meta"."""
-    tensors = (*model.parameters(), *model.buffers())
-    found = next((x.device for x in tensors if not x.is_meta), CPU)
+    found = next((x.device for x in (*model.parameters(), *model.buffers()) if not x.is_meta), CPU)
     try:
         return (found if device is None else torch.device(device)).type
     except RuntimeError as error:

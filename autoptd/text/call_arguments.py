@@ -72,5 +72,4 @@ def resolve_overload(packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapp
     Tensors may be on the meta device.
     """
     # Private, as torch has no public function for it; a call makes its choice here too.
-    name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
-    return cast(OpOverload, getattr(packet, name))
+    return cast(OpOverload, getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)))

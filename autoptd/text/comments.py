@@ -83,8 +83,8 @@ class Headings:
                 self._ranges.setdefault(_block(path), set()).add(index)
         self._outer = outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
         # The module whose heading covers a path: itself, or its parent if it is a small leaf.
-        own = {path for path, count in calls.items() if path in outer or count >= _OWN_HEADING}
-        self.group = {path: path if path in own else _caller(path, calls) for path in calls}
+        headed = {path for path, count in calls.items() if path in outer or count >= _OWN_HEADING}
+        self.group = {path: path if path in headed else _caller(path, calls) for path in calls}
         self._shorten = len({_short(block) for block in self._ranges}) == len(self._ranges)
 
     def heading(self, path: str, nodes: Sequence[fx.Node]) -> str:

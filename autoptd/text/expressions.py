@@ -116,8 +116,7 @@ def write_value(value: Any, names: Names) -> str:
         items = (f"{quote(str(key))}: {write_value(item, names)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
     if kind is slice:
-        ends = (value.start, value.stop, value.step)
-        return f"slice({', '.join(write_value(end, names) for end in ends)})"
+        return f"slice({', '.join(write_value(end, names) for end in (value.start, value.stop, value.step))})"
     if kind is torch.device:
         return names.device or f"torch.device({quote(str(value))})"
     if value is Ellipsis:
@@ -133,8 +132,7 @@ def quote(text: str) -> str:
 def _index(item: Any, names: Names) -> str:
     if not isinstance(item, slice):
         return write_value(item, names)
-    ends = (item.start, item.stop, item.step)
-    start, stop, step = ("" if end is None else write_value(end, names) for end in ends)
+    start, stop, step = ("" if end is None else write_value(end, names) for end in (item.start, item.stop, item.step))
     return f"{start}:{stop}" + (f":{step}" if step else "")
 
 

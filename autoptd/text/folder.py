@@ -67,8 +67,7 @@ def schedule_grid(schedule: Schedule) -> str:
     """
     order = walking_order(schedule)
     count = max((action.stage + 1 for _, action in order), default=0)
-    times = ActionTimes({kind: [int(kind.computes)] * count for kind in Kind})
-    walked = walk(order, len(schedule), times)
+    walked = walk(order, len(schedule), ActionTimes({kind: [int(kind.computes)] * count for kind in Kind}))
     starts = {(start, rank): str(action) for rank, action, start, _ in walked if action.kind.computes}
     rows = [["step", *(f"rank {rank}" for rank in range(len(schedule)))]]
     for step in range(max((step for step, _ in starts), default=-1) + 1):

@@ -105,8 +105,7 @@ class RankProgram:
         for name, local in self.parameters.items():
             parameter = self.manifest.parameters[name]
             value = torch.empty(local.local_shape, dtype=parameter.dtype, device=placed)
-            trained = parameter.kind == "parameter"
-            tensors[name] = nn.Parameter(value, parameter.requires_grad) if trained else value
+            tensors[name] = nn.Parameter(value, parameter.requires_grad) if parameter.kind == "parameter" else value
         root = nn.Module()
         for index, graph in trace_stages(self.code, self._filename, self.manifest).items():
             for node in graph.nodes:  # rank.device, where the stage makes tensors itself

@@ -24,8 +24,7 @@ def trace_program(texts: Sequence[str], manifest: Manifest, *, buffers: Mapping[
 
     This runs the texts' code. ``constants(p)`` may read `buffers` besides the manifest's own. The ``line`` of a node is
     its place in the text; its ``path`` and ``placement`` keep their defaults, as a text does not have them. Raises
-    ValueError, with file and line, for a text that cannot be traced, and `ProgramError` for a manifest that no text
-    can follow.
+    ValueError, with file and line, for an untraceable text, and `ProgramError` for a manifest that no text can follow.
     """
     return trace_texts(read_texts(texts, manifest), manifest, buffers or {})
 

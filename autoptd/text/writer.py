@@ -145,8 +145,7 @@ def keep_text(program: Program, name: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         headings, lines = Headings(program.stages), [*program.log]
         for index, stage in enumerate(program.stages):
-            body = write_body(stage, Names(stage.graph.nodes), headings, program.mesh)
-            lines += ["", f"stage {index}", "", *body]
+            lines += ["", f"stage {index}", "", *write_body(stage, Names(stage.graph.nodes), headings, program.mesh)]
         number = len(list(Path(folder).glob("*.txt")))
         path = Path(folder) / f"{number:02d}_{name.replace(' ', '_')}.txt"
         path.write_text("\n".join([*lines, ""]), encoding="utf-8")

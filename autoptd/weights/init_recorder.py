@@ -195,8 +195,7 @@ class Writes(TorchDispatchMode):
         self._contents[storage.cdata] = Content(*place, storage, written)
 
     def _find(self, tensor: Tensor) -> Content | None:
-        strided = tensor.layout is torch.strided
-        return self._contents.get(tensor.untyped_storage()._cdata) if strided else None
+        return self._contents.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
 
 def _is_meta_made(draws: list[Draw], values: Values) -> bool:
@@ -239,8 +238,7 @@ def _edit(written: Sequence[Written], edit: Callable[[Draw], Draw], box: Box) ->
         return
     yield from written
     for draw, call in written:
-        pairs = zip(draw.box or box, box, strict=True)
-        both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
+        both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(draw.box or box, box, strict=True))
         if all(first < end for first, end in both):
             yield Written(replace(edit(draw), box=both), call)
 

@@ -72,8 +72,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
         group = groups(dist.new_group, members)  # collective over all ranks
         if rank.number in members:
             tied[owners] = ProcessGroup(group, device)
-    world = ProcessGroup(groups.world or default, device)
-    connection = Connection(rank, tied=tied, world=world, groups=groups)
+    connection = Connection(rank, tied=tied, world=ProcessGroup(groups.world or default, device), groups=groups)
     return _join(connection, manifest.seed, process_channels(mesh, device))
 
 

@@ -97,8 +97,7 @@ Channel = ThreadChannel | ProcessChannel
 
 def neighbours(mesh: Mesh) -> list[tuple[int, int]]:
     """Return all ordered pairs of global ranks that are pipeline neighbours, first and last included, ascending."""
-    lines = mesh.groups("pipeline")
-    around = [pair for line in lines for pair in zip(line, line[1:] + line[:1], strict=True)]
+    around = [pair for line in mesh.groups("pipeline") for pair in zip(line, line[1:] + line[:1], strict=True)]
     return sorted({pair for a, b in around if a != b for pair in ((a, b), (b, a))})
 
 

@@ -46,8 +46,7 @@ class Rank:
             axis: ProcessGroup(devices.get_group(dim), device) if size > 1 else Group()
             for (axis, size), dim in zip(mesh.axes.items(), mesh.torch_dims, strict=True)
         }
-        at = Coordinates(**{axis: group.index for axis, group in groups.items()})
-        return cls(mesh, at, groups, device=device)
+        return cls(mesh, Coordinates(**{axis: group.index for axis, group in groups.items()}), groups, device=device)
 
     @property
     def number(self) -> int:

@@ -30,8 +30,7 @@ class TimelineEntry(NamedTuple):
 class Phase(NamedTuple):
     """Work of a pipeline rank beside or after the schedule: "data" (the sum of gradients) or "optimizer".
 
-    Or inside a forward or backward: "tensor" (an all-reduce of the tensor ranks) and "weights" (weight gradients
-    computed meanwhile).
+    Or inside a forward or backward: "tensor" (an all-reduce of tensor ranks), "weights" (their gradients meanwhile).
     """
 
     rank: int
@@ -50,8 +49,7 @@ def write_trace(
     """Write a chrome trace, compressed if `path` ends in .gz: a process per pipeline rank, with its memory over time.
 
     A rank's forwards and backwards are on one thread, its messages on one for each destination, and its phases, which
-    may begin while the last backwards run, on one more; so are the all-reduces of the tensor ranks. `about` names the
-    origin of the times.
+    may begin while the last backwards run, on one more; so are tensor ranks' all-reduces. `about`: the times' origin.
     """
     events = list(_trace_events(rows, phases, memory))
     for event in events:
@@ -66,8 +64,7 @@ def write_trace(
 def _trace_events(rows: Rows, phases: Sequence[Phase], memory: Courses) -> Iterator[dict[str, Any]]:
     for rank, row in enumerate(rows):
         yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pipeline rank {rank}"}}
-        numbers = {_thread(entry, len(rows)) for entry in row}
-        threads = {number: f"sends to rank {number - 1}" for number in numbers}
+        threads = {number: f"sends to rank {number - 1}" for number in {_thread(entry, len(rows)) for entry in row}}
         threads |= {0: "compute", len(rows) + 1: "after the backwards"}
         if any(phase.rank == rank and phase.name == "tensor" for phase in phases):
             threads[len(rows) + 2] = "tensor ranks"
@@ -84,8 +81,7 @@ def _trace_events(rows: Rows, phases: Sequence[Phase], memory: Courses) -> Itera
         yield _span(WORDS[phase.name], phase.name, phase.rank, thread, phase.start, phase.end, {})
     for rank, course in enumerate(memory):
         for at, held in course:
-            place = {"name": "memory", "ph": "C", "pid": rank}
-            yield place | {"ts": _nanoseconds(at) / 1000, "args": {"bytes": held}}
+            yield {"name": "memory", "ph": "C", "pid": rank, "ts": _nanoseconds(at) / 1000, "args": {"bytes": held}}
 
 
 def _thread(entry: TimelineEntry, num_ranks: int) -> int:

@@ -13,8 +13,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def leave_uncompiled(function: FunctionT) -> FunctionT:
     """Let compilers call `function`, and the functions it calls, as they are; return it.
 
-    ``torch.compiler.disable`` is for that, but imports torch._dynamo, which takes 2 s in every process, even of those
-    who compile nothing.
+    ``torch.compiler.disable`` is for that, but imports torch._dynamo: 2 s in every process, also without compiling.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -130,8 +130,7 @@ class StageRun:
             assert self._seeds is not None
             gradients = [self._seeds[microbatch].to(self.losses[microbatch].dtype)]
         begin = self._measured.mark()
-        slot = self._slots[self._places[microbatch]]
-        departing = slot.backward(gradients, microbatch == self._last)
+        departing = self._slots[self._places[microbatch]].backward(gradients, microbatch == self._last)
         if Kind.SEND_GRADIENT in self.puts:
             self.puts[Kind.SEND_GRADIENT].put(microbatch, departing)
         self._measured.add(Kind.BACKWARD, begin, stage=self._index, microbatch=microbatch)
@@ -185,8 +184,7 @@ class Executor:
                 sender.puts[kind.send] = receiver.takes[kind.receive] = LocalBoundary()
             elif sender is not None:
                 channel = self._connection.outgoing[target % self.manifest.mesh.pipeline]
-                label = f"stage {source} -> {target}"
-                sender.puts[kind.send] = SendBuffer(values, channel, *shared, self.sent, label)
+                sender.puts[kind.send] = SendBuffer(values, channel, *shared, self.sent, f"stage {source} -> {target}")
             elif receiver is not None:
                 channel = self._connection.incoming[source % self.manifest.mesh.pipeline]
                 receiver.takes[kind.receive] = RecvBuffer(values, channel, *shared, self._device)

@@ -62,6 +62,5 @@ def weigh_items(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor], ite
     """
     labels = manifest.weighing_labels
     assert labels is not None
-    count = count_valid(labels, batch[labels.name]).sum()
-    summed = rank.group("data").all_reduce(torch.stack([count, items]))
+    summed = rank.group("data").all_reduce(torch.stack([count_valid(labels, batch[labels.name]).sum(), items]))
     return summed[0] / summed[1]

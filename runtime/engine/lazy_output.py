@@ -123,8 +123,7 @@ class LazyOutput(Tensor):
     """A tensor that a call returned besides the loss; the ranks put it together when it is read, which all must do.
 
     Shapes and dtypes are known and cost nothing. `log_prob`, and ``argmax`` over the last dimension, send a few numbers
-    a row; everything else reads `full`, which is kept. It has no gradient: what is to be differentiated belongs in the
-    loss.
+    a row; everything else reads `full`, which is kept. It has no gradient: only the loss can be differentiated.
     """
 
     part: RankPart

@@ -110,6 +110,5 @@ def _take_in(own: list[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
 
 def _take_out(value: Tensor, own: Sequence[Tensor]) -> Tensor:
     """Return `value` in memory that is not the slot's `own`."""
-    memory = value.untyped_storage().data_ptr()
-    shares = any(x.untyped_storage().data_ptr() == memory for x in own)
-    return value.clone() if shares else value
+    memory = {x.untyped_storage().data_ptr() for x in own}
+    return value.clone() if value.untyped_storage().data_ptr() in memory else value

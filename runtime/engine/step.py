@@ -49,8 +49,7 @@ class _HandOver(torch.autograd.Function):
         total, *others = (read_gradients(rows, ctx.keys) for number, rows in ctx.waiting if number == now)
         ctx.waiting.clear()
         for other in others:
-            pairs = zip(total, other, strict=True)
-            total = [x if y is None else y if x is None else x.add_(y) for x, y in pairs]
+            total = [x if y is None else y if x is None else x.add_(y) for x, y in zip(total, other, strict=True)]
         return None, None, None, *total, *ctx.without
 
 

@@ -45,9 +45,7 @@ class AutogradFunction:
             return self.apply(*arguments)
         results = self.apply(*(_weigh(x, weight) for x in arguments))
         inverse = torch.where(weight == 0, 1.0, 1 / weight)  # of a microbatch that does not count
-        if isinstance(results, Tensor):
-            return _weigh(results, inverse)
-        return tuple(_weigh(x, inverse) for x in results)
+        return _weigh(results, inverse) if isinstance(results, Tensor) else tuple(_weigh(x, inverse) for x in results)
 
     def apply(self, *arguments: Any) -> Any:
         """Return the tensor that the class's ``apply`` returns, or the tuple of several."""

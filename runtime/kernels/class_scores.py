@@ -21,8 +21,7 @@ def pick(rank: Rank, x: Tensor, index: Tensor, vocabulary: int, dim: int = -1) -
 def maximum(rank: Rank, x: Tensor, dim: int, vocabulary: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Compute torch's ``max`` over a divided dimension and its first index, equal on all tensor ranks."""
     start, own = own_columns(rank, x.shape[dim], vocabulary)
-    hidden = clear_padding(rank, x.detach(), dim, vocabulary, -torch.inf)
-    largest, local = hidden.max(dim, keepdim=True)
+    largest, local = clear_padding(rank, x.detach(), dim, vocabulary, -torch.inf).max(dim, keepdim=True)
     everywhere = rank.all_reduce(largest.clone(), "max")
     here = ((largest == everywhere) | largest.isnan()) & (own > 0)
     index = -rank.all_reduce((-local - start).masked_fill(~here, -vocabulary), "max")

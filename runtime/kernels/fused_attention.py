@@ -66,8 +66,7 @@ def _find_runs(documents: Tensor) -> list[int] | None:
     """Return the lengths of the samples' runs of one number; None if one stands in two runs, and without values."""
     if documents.is_meta:
         return None
-    changes = documents[:, 1:] != documents[:, :-1]
-    begins = functional.pad(changes, (1, 0), value=True).flatten().nonzero()[:, 0]
+    begins = functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten().nonzero()[:, 0]
     numbers, first = documents.flatten()[begins].tolist(), begins.tolist()
     alone = {(begin // documents.shape[1], number) for begin, number in zip(first, numbers, strict=True)}
     ends = pairwise([*first, documents.numel()])

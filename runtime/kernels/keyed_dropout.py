@@ -56,9 +56,7 @@ def drop_and_add(x: Tensor, bias: Operand, residual: Operand, p: float, key: Key
         total = apply_mask(total, p, key, moment)
     out = total if total is not x and total.dtype == dtype else torch.empty_like(x, dtype=dtype)
     factor = keep_factor(p) if key else 1.0
-    if residual is None:
-        return torch.mul(total, factor, out=out)
-    return torch.add(residual, total, alpha=factor, out=out)
+    return torch.mul(total, factor, out=out) if residual is None else torch.add(residual, total, alpha=factor, out=out)
 
 
 def _allocate_gradients(gradient: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -86,8 +84,7 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Operand, ...]:
     mask = ctx.p, ctx.key, ctx.moment
     of_residual = None if residual_dtype is None else gradient.to(residual_dtype)
     if ctx.key and bias_dtype is not None:
-        gradients = _bias_dropout_add_backward(gradient, *mask, x_dtype, bias_dtype)
-        return *gradients, of_residual, None, None, None
+        return *_bias_dropout_add_backward(gradient, *mask, x_dtype, bias_dtype), of_residual, None, None, None
     of_x = drop_and_add(gradient, None, None, *mask) if ctx.key else gradient
     of_bias = None if bias_dtype is None else sum_rows(gradient, bias_dtype)
     return of_x.to(x_dtype), of_bias, of_residual, None, None, None
@@ -113,8 +110,7 @@ def place_key(rank: Rank, x: Tensor, operator: int, shape: Shape, **place: Any) 
     if prod(shape) != x.numel():
         raise ValueError(f"the numbers drawn for {list(x.shape)} cannot be seen as {list(shape)}")
     tensor = rank.group("tensor")
-    key = mask_key(operator, shape, size=tensor.size, index=tensor.index, **place)
-    return key, rank.randomness.locate(x.device)
+    return mask_key(operator, shape, size=tensor.size, index=tensor.index, **place), rank.randomness.locate(x.device)
 
 
 def apply_mask(x: Tensor, p: float, key: Key, moment: Tensor, causal: bool = False) -> Tensor:

@@ -19,7 +19,7 @@ def uniform(
     They are keyed as the mask of `dropout` is, but drawn in evaluation too; None `sample`: all samples share them.
     """
     key, moment = place_key(rank, x, DRAWS + operator, shape, sample=sample, divided=divided)
-    return uniform_operator(moment, key, list(x.shape), x.dtype)
+    return uniform_operator(moment, key, list(x.shape), x.dtype)  # type: ignore[no-any-return]
 
 
 @define_operator("uniform", lambda moment, _, shape, dtype: moment.new_empty(shape, dtype=dtype))

@@ -134,9 +134,7 @@ def add_product(own: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) ->
 
 def _multiply(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Return ``scale * left @ right``; what is added to has no elements that count."""
-    if scale == 1:
-        return left @ right
-    return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
+    return left @ right if scale == 1 else torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
 
 
 def _multiply_each(left: Tensor, right: Tensor, added: Operand = None) -> Tensor:

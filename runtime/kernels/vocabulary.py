@@ -68,8 +68,7 @@ class _Lookup(torch.autograd.Function):
             rows = rows.masked_fill((ids == ctx.padding_idx)[:, None], 0)
         count = torch.arange(len(ids), device=ids.device)
         places = ids.new_empty(len(ctx.sum)).scatter_(0, ids, count)[ids]
-        summed = torch.ops.aten.embedding_dense_backward(rows, places, len(ids), -1, False)
-        ctx.sum.index_add_(0, ids, summed)
+        ctx.sum.index_add_(0, ids, torch.ops.aten.embedding_dense_backward(rows, places, len(ids), -1, False))
         return None, None, None
 
 
@@ -107,8 +106,7 @@ def cross_entropy(
     aim = logits.detach().gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
     total, aim = rank.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
     rows = torch.stack([largest, part, total, aim])
-    column = read.masked_fill(~here, -1)
-    losses = _losses(logits, softmax, column, rows, own)
+    losses = _losses(logits, softmax, read.masked_fill(~here, -1), rows, own)
     counts = None if weight is None else weight.to(losses)[target.masked_fill(~kept, 0)]
     losses = losses if counts is None else losses * counts
     if label_smoothing:
@@ -131,8 +129,7 @@ def logsumexp(rank: Rank, x: Tensor, dim: int, vocabulary: int, keepdim: bool = 
     largest, part, softmax = _sum_exponentials(rank, logits, own)
     total = rank.all_reduce(part.clone())
     nowhere = torch.full(part.shape, -1, device=x.device)
-    found = _losses(logits, softmax, nowhere, torch.stack([largest, part, total, -largest]), own)
-    found = found.view(rows.shape[:-1])
+    found = _losses(logits, softmax, nowhere, torch.stack([largest, part, total, -largest]), own).view(rows.shape[:-1])
     return found.unsqueeze(dim) if keepdim else found
 
 

@@ -135,8 +135,7 @@ class BoundWeights:
             if callable(closure):
                 with torch.enable_grad():
                     loss = closure()
-                again = self.whole.give_once(loss)
-                args, kwargs = (optimizer, *args[2:]), {**kwargs, "closure": again}
+                args, kwargs = (optimizer, *args[2:]), {**kwargs, "closure": self.whole.give_once(loss)}
             with self.connection.position.during("whole parameters"):
                 self.whole.begin(optimizer)
         self.marks.whole_steps += 1
@@ -254,5 +253,4 @@ class BoundWeights:
 
     def _read_buffers(self) -> list[tuple[int, int, int]]:
         """Return the identities of the buffers, where they are, and the counts of the writes into them."""
-        own = self.watch.buffers.values()
-        return [(id(b), b.data_ptr(), 0 if b.is_inference() else b._version) for b in own]
+        return [(id(b), b.data_ptr(), 0 if b.is_inference() else b._version) for b in self.watch.buffers.values()]

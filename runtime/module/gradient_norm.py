@@ -24,8 +24,7 @@ from autoptd.runtime.optimizer.clipping import global_norm
 CALL = "call parallel.clip_grad_norm_(max_norm) instead, on every rank"
 
 
-# Of the parallel models that live: the thread that is its rank (None: the process is), and the runner that left its
-# gradients.
+# Of the parallel models that live: the thread that is its rank (None: the process is), and the runner of its steps.
 _MODELS: WeakKeyDictionary[nn.Module, tuple[int | None, StepRunner]] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -90,8 +89,7 @@ def _list_models() -> list[StepRunner]:
 
     Where ranks are threads, the backward of another rank writes its gradients without the interpreter's lock.
     """
-    own = threading.get_ident()
-    return [model for thread, model in list(_MODELS.values()) if thread in (own, None)]
+    return [model for thread, model in list(_MODELS.values()) if thread in (threading.get_ident(), None)]
 
 
 @leave_uncompiled
@@ -105,8 +103,7 @@ def _total_norm(
             of = _check_whole(model, [keys.get(id(tensor)) for tensor in tensors])
             norm = _measure(model, float(norm_type), error_if_nonfinite, of)
             # A placeholder has the dtype of its parameter, whose gradient is summed in more.
-            dtypes = [torch.float32, *(tensor.dtype for tensor in tensors)]
-            return norm.to(reduce(torch.promote_types, dtypes))
+            return norm.to(reduce(torch.promote_types, [torch.float32, *(tensor.dtype for tensor in tensors)]))
     return original(tensors, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
 
 

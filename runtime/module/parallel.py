@@ -66,13 +66,11 @@ class Parallel(BoundModule):
         slices = take_slices(manifest, rank, program.constants, program.weights, drawn, ())
         self._shapes = [Executor(program, connection, {}, graphs)]
         for other in further:
-            known = other.constants, other.weights, drawn, manifest.parameters
-            own = take_slices(other.manifest, rank, *known)
+            own = take_slices(other.manifest, rank, other.constants, other.weights, drawn, manifest.parameters)
             self._shapes.append(Executor(other, connection, own, graphs))
         # The stages compute with trained weights in half precision, which are kept in float32.
         narrow = {n: x for n, x in slices.items() if x.dtype in HALF and manifest.parameters[n].is_trained}
-        wide = {name: x.to(torch.float32) for name, x in narrow.items()}
-        register_slices(self, manifest, {**slices, **wide})
+        register_slices(self, manifest, {**slices, **{name: x.to(torch.float32) for name, x in narrow.items()}})
         self.train(manifest.training)
         self._weights = BoundWeights(self, connection, self._shapes, narrow)
         self._runner = StepRunner(self._weights)
@@ -174,8 +172,7 @@ class Parallel(BoundModule):
         function. Where the mesh divides a parameter, each step gathers it and its gradient on one rank, which steps
         it, and sends the rows back; the ranks share this work by size, and each has the states of what it steps. Every
         rank that has parameters must call it, with the same ones on all ranks of a stage, and it steps as any
-        optimizer does. Each parameter must be stepped by itself: clip the norm of all gradients before the step, and
-        not inside it.
+        optimizer does. Each parameter must be stepped by itself: clip the norm of all gradients before the step.
 
         Raises ValueError for LBFGS, which cannot, and for parameters of a sharded optimizer.
         """
@@ -208,8 +205,7 @@ class Parallel(BoundModule):
         Every rank must call it, and rank 0 writes the pipeline that it is in. A forward or backward is shown from
         where its values have arrived; sends are not shown. An all-reduce of the tensor ranks is shown from when
         it is posted to when its result is taken, and the gradients of weights that are computed beside it, if any.
-        Times are by the clocks of the ranks' machines.
-        Raises RuntimeError where no step has run, or the last one failed.
+        Times are by the clocks of the ranks' machines. RuntimeError where no step has run, or the last one failed.
         """
         measured, _ = self._runner.read_measured("save_trace")
         rank = self._connection.rank
@@ -286,8 +282,7 @@ class Parallel(BoundModule):
         """
         self.finish_checkpoint()
         with self._connection.position.collective_call("save_checkpoint"):
-            training = self._training(optimizer, scheduler)
-            self._saving = Saving(training, Path(folder), data, keep, asynchronous)
+            self._saving = Saving(self._training(optimizer, scheduler), Path(folder), data, keep, asynchronous)
         if not asynchronous:
             self.finish_checkpoint()
 

@@ -29,8 +29,7 @@ class StepRunner:
     """The programs of all compiled input shapes on this rank, run on the batches of calls.
 
     `shape` is the input shape of the last call, `loss` its loss (None where it failed), and `norm` that of its
-    gradients where they were clipped. `gradients_everywhere` says whether the last training call gave every rank
-    gradients.
+    gradients where they were clipped. `gradients_everywhere`: the last training call gave every rank gradients.
     """
 
     def __init__(self, weights: BoundWeights) -> None:
@@ -127,8 +126,7 @@ class StepRunner:
         self._connection.position.phase("agreement")
         # Of a scaled loss the scale has judged the gradients, but for those that no factor makes finite.
         summed = sums.gradients() if gradients and scale is None else []
-        lacks = gradients and not sums.gradients()
-        flags = lacks, watch.trained != watch.agreed, shape.captures.wants
+        flags = gradients and not sums.gradients(), watch.trained != watch.agreed, shape.captures.wants
         known = manifest, self._connection, batch, pair[0], summed
         nonfinite, lacking, watch.stale, wanted = compare_ranks(*known, self._copies, flags)
         shape.captures.agree(wanted)
@@ -160,10 +158,8 @@ class StepRunner:
         sums, seeds = self.weights.sums, None
         shape.renew_leaves(watch.tensors, self.weights.narrow, trained, sums)
         if gradients:
-            lent = (p.grad for p in self.weights.leaves.values() if p.grad is not None)
-            sums.start(lent, shape.measured)
-            scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-            seeds = scale / divisors
+            sums.start((p.grad for p in self.weights.leaves.values() if p.grad is not None), shape.measured)
+            seeds = (1.0 if self.loss_scale is None else self.loss_scale.value) / divisors
         run = partial(shape.run, inputs, seeds, self.weights.await_stage)
         position = self._connection.position
         with self._connection.exchange():

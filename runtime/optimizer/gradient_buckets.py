@@ -20,8 +20,7 @@ def sum_over(group: Group, tensors: Sequence[Tensor]) -> None:
     if group.size == 1:
         return
     for bucket in fill_buckets(dict(enumerate(tensors))):
-        sums = group.post_all_reduce([tensors[i] for i in bucket]).wait()
-        for i, summed in zip(bucket, sums, strict=True):
+        for i, summed in zip(bucket, group.post_all_reduce([tensors[i] for i in bucket]).wait(), strict=True):
             if summed.data_ptr() != tensors[i].data_ptr():
                 tensors[i].copy_(summed)
 

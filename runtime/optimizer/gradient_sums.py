@@ -62,8 +62,7 @@ class GradientSums:
     stages, ascending; over the tensor ranks where each has only a part of the sum; over the replicas, divided by their
     number; over the pipeline ranks that own a tied parameter, last, so that all have the same bits. The sum
     over the replicas runs while the stage's last backward and later ones do. A sum that belongs to one of `shards` is
-    kept only as far as this replica steps it. The leaves of all input shapes add to the same memory; the next step is
-    one with `leaves`.
+    kept only as far as this replica steps it. All shapes' leaves add to the same memory; the next step has `leaves`.
     """
 
     def __init__(self, manifest: Manifest, connection: Connection, rows: Complete, shards: Sequence[FlatShard]) -> None:
@@ -113,8 +112,7 @@ class GradientSums:
 
     def watch(self, stage: int) -> BucketWatch | None:
         """Return what posts sums of `stage` during its last backward; None where no replica waits for them."""
-        buckets = self._memory.buckets.get(stage, ())
-        early = [bucket for bucket in buckets if not self._partial.keys() & bucket.views]
+        early = [bucket for bucket in self._memory.buckets.get(stage, ()) if not self._partial.keys() & bucket.views]
         if self._data.size == 1 or not early:
             return None
         return BucketWatch(self.leaves.by_stage[stage], early, lambda number: self._post(early[number]))

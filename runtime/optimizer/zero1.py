@@ -52,8 +52,7 @@ class FlatShard:
     def _view(self) -> dict[str, Tensor]:
         """Return the parts of `flat`, each its own storage: a file gets a common one once, as that of tied weights."""
         rows = self.flat[: self._used].split([shape.numel() for shape in self.shapes])
-        named = zip(self.names, rows, self.shapes, strict=True)
-        views = {name: row.view(shape) for name, row, shape in named}
+        views = {name: row.view(shape) for name, row, shape in zip(self.names, rows, self.shapes, strict=True)}
         self._addresses = {name: view.data_ptr() for name, view in views.items()}
         return {name: from_dlpack(view) for name, view in views.items()}
 

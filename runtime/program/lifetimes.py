@@ -21,8 +21,7 @@ def end_values(tree: ast.Module) -> ast.Module:
 def _with_ends(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements, each followed by the ``del`` of the names that it is the last to mention.
 
-    Only names that these statements assign themselves, in any case, are deleted; none that an inner function reads or a
-    statement deletes.
+    Deleted are names that these statements assign in any case, and that no inner function reads and none deletes.
     """
     assigned: set[str] = set()
     last: dict[str, ast.stmt] = {}

@@ -112,12 +112,11 @@ class Manifest:
     `uninitialized` says why the weights of a model on the meta device must be given; empty where they can be drawn.
     With `scales_loss` something is computed in float16, whose range gradients need scaling for. `autocast` is the dtype
     of the autocast that was on around compile, whose casts the programs have; `device` the type of device that the
-    model's forward saw. `model_flops` are those of one
-    microbatch's products in the plain model, forward and backward: on any mesh the same. Of a model compiled for
-    several input shapes, `shape` is the number of this one, and the first knows their number `num_shapes`. `fixed` are
-    the arguments that are no tensors, and their values as `encode_value` gives them. `proved` are the buffers whose
-    values were compiled into the program of any shape, and the hashes of these (``runtime.weights.hash_values``): it
-    holds for no others. `rules` are the user's sharding rules, by which check proves custom operators.
+    model's forward saw. `model_flops` are those of one microbatch's products in the plain model, forward and backward:
+    on any mesh the same. Of a model compiled for several input shapes, `shape` is the number of this one, and the first
+    knows their number `num_shapes`. `fixed` are the arguments that are no tensors, and their values as `encode_value`
+    gives them. `proved` are the buffers whose values were compiled into the program of any shape, and the hashes of
+    these (`hash_values`): it holds for no others. `rules` are the user's, by which check proves custom operators.
     """
 
     mesh: Mesh

@@ -100,8 +100,7 @@ def decode(kind: Any, value: Any, place: str) -> Any:
             raise ValueError(f"{place} is {value!r}, expected one of {', '.join(map(repr, arguments))}")
         return value
     if origin is tuple:
-        items = _expect(value, list, place)
-        return tuple(decode(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(items))
+        return tuple(decode(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(_expect(value, list, place)))
     if origin is not None:
         table = _expect(value, dict, place)
         return {key: decode(arguments[1], item, f"{place}[{key!r}]") for key, item in table.items()}
@@ -127,8 +126,7 @@ def _require(names: Iterable[str], table: dict[str, Any], place: str) -> None:
 @cache
 def _fields(kind: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The type of each field of a dataclass, and the names of those without a default."""
-    parameters = signature(kind).parameters.values()
-    return get_type_hints(kind), tuple(p.name for p in parameters if p.default is p.empty)
+    return get_type_hints(kind), tuple(p.name for p in signature(kind).parameters.values() if p.default is p.empty)
 
 
 def _expect(value: Any, kind: type, place: str) -> Any:

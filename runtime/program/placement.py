@@ -16,9 +16,8 @@ from autoptd.runtime.program.mesh import OverAxes
 class Segment:
     """Consecutive rows of a dimension, viewed as [outer, size, inner] (row-major).
 
-    Where `divided`, rank i of the axis owns the i-th of t equal runs of the middle axis, for every outer index;
-    otherwise every rank holds all rows. A packed [3 * heads * head_size] projection is one segment
-    (3, heads, head_size).
+    Where `divided`, rank i of the axis owns the i-th of t equal runs of the middle axis, for every outer index; else
+    every rank holds all rows. A packed [3 * heads * head_size] projection is one segment (3, heads, head_size).
     """
 
     outer: int
@@ -95,8 +94,7 @@ class AxisPlacement:
             return tensor.contiguous()
         own = tensor.new_zeros(self.local_shape(tensor.shape, size))
         for rows in self.rows(size, index):
-            taken = tensor.narrow(self.dim, rows.first, rows.count)
-            own.narrow(self.dim, rows.local, rows.count).copy_(taken)
+            own.narrow(self.dim, rows.local, rows.count).copy_(tensor.narrow(self.dim, rows.first, rows.count))
         return own
 
     def runs(self, size: int, index: int) -> list[tuple[int, int]]:
@@ -124,8 +122,7 @@ class AxisPlacement:
         whole = slices[0].new_empty(shape)
         for index, part in reversed(list(enumerate(slices))):  # rows that all hold are the first rank's
             for rows in self.rows(len(slices), index):
-                own = part.narrow(self.dim, rows.local, rows.count)
-                whole.narrow(self.dim, rows.first, rows.count).copy_(own)
+                whole.narrow(self.dim, rows.first, rows.count).copy_(part.narrow(self.dim, rows.local, rows.count))
         return whole
 
 
@@ -208,8 +205,7 @@ class Draw:
 
     def shifted(self, distance: float) -> Draw:
         """Return the distribution of a value of this one plus `distance`."""
-        moved = {name: getattr(self, name) + distance for name in _PLACES[self.kind].split()}
-        return replace(self, **moved)
+        return replace(self, **{name: getattr(self, name) + distance for name in _PLACES[self.kind].split()})
 
 
 # What moves where a distribution is shifted.

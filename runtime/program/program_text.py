@@ -50,8 +50,7 @@ def read_program(text: str, filename: str) -> ProgramText:
     try:
         exec(code, namespace)
     except Exception as error:
-        place = f"{filename}:{line_of(error, filename)}"
-        raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{filename}:{line_of(error, filename)}: {type(error).__name__}: {error}") from error
     named = ((_STAGE.fullmatch(name), value) for name, value in namespace.items())
     stages = {int(match[1]): value for match, value in named if match and callable(value)}
     if not stages:

@@ -123,8 +123,7 @@ def _needed(stage: int, kind: Kind, p: int, last: int) -> list[tuple[int, Kind]]
 def _describe_missing(rank: int, missing: Action, p: int, m: int) -> str:
     text = f"rank {rank}: {missing} is missing: expected"
     if missing.kind.computes:
-        direction = missing.kind.name.lower()
-        return f"{text} stage {missing.stage} to run each of {m} microbatches once {direction}"
+        return f"{text} stage {missing.stage} to run each of {m} microbatches once {missing.kind.name.lower()}"
     consumer = missing.counterpart.compute
     return f"{text} it after {missing.compute}, for {consumer} on rank {consumer.stage % p}"
 

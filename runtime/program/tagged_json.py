@@ -34,8 +34,7 @@ def encode_value(value: Any, place: str) -> Any:
         items = {key: encode_value(item, f"{place}[{key!r}]") for key, item in value.items()}
         if kind is dict and all(type(key) is str for key in value) and TAG not in value:
             return items
-        pairs = [[encode_value(key, f"{place}: key"), item] for key, item in items.items()]
-        return {TAG: kind.__name__, "of": pairs}
+        return {TAG: kind.__name__, "of": [[encode_value(key, f"{place}: key"), item] for key, item in items.items()]}
     if kind is Tensor and value.dim() == 0 and value.dtype in _NAMES:
         return {TAG: _NAMES[value.dtype], "of": encode_value(value.item(), place)}
     shape = f" of shape {list(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else ""

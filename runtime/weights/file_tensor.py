@@ -58,8 +58,7 @@ def read_whole(tensor: Tensor | FileTensor) -> Tensor:
 def copy_rows(tensor: Tensor | FileTensor, dim: int, first: int, end: int, into: Tensor) -> None:
     """Copy rows `first` to `end` of dimension `dim` to `into`, converted to its dtype and device.
 
-    Of a file's inner dimension a block after the other: pages of a file stay in memory while it is open, so each block
-    opens it again.
+    Of a file's inner dimension block by block, each of which opens the file anew: its pages stay while it is open.
     """
     if isinstance(tensor, Tensor):
         into.copy_(tensor.detach().narrow(dim, first, end - first))
