@@ -5,21 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from autoptd.passes.ir.names import free_name
 from autoptd.passes.ir.nodes import is_lifted, where
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
-from autoptd.passes.operators.table import Trait, strip
+from autoptd.passes.operators.table import Trait, has_trait, strip
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 
 LOOKED_UP = 1 << 20  # constant row numbers that are compared with their table
-
-# Operators that read only a tensor's shape and dtype -> the factory of the same tensor.
-_NAMES = [(form.format(name), name) for name in ("ones", "zeros", "full") for form in ("new_{}", "{}_like")]
-_FACTORIES: dict[Any, OpOverload] = {getattr(aten, a).default: getattr(aten, b).default for a, b in _NAMES}
 
 
 def fold_constants(program: Program) -> Program:
@@ -56,7 +51,6 @@ class _Folder:
         for node in stage.graph.nodes:
             values[node] = copied = self.graph.node_copy(node, values.__getitem__)
             copied.meta = node.meta
-            _free_of_data(copied)
             if node.op == "get_attr":
                 fixed = self.parameters[str(node.target)].kind == "buffer"
             else:
@@ -134,20 +128,6 @@ def filled(constants: fx.Graph) -> frozenset[str]:
     for name, node in constants_made(constants).items():
         while len(node.all_input_nodes) == 1:
             (node,) = node.all_input_nodes
-        if node.target in _FACTORIES.values():
+        if has_trait(node, Trait.FILLS):
             names.add(name)
     return frozenset(names)
-
-
-def _free_of_data(node: fx.Node) -> None:
-    """Make ``x.new_ones(...)`` and, for integer x, ``ones_like(x)`` independent of x."""
-    factory = _FACTORIES.get(node.target)
-    if factory is None:
-        return
-    val = node.meta["val"]
-    source = node.args[0].meta["val"]  # type: ignore[union-attr]
-    like = str(node.target).split(".")[1].endswith("_like")
-    if like and source.is_floating_point():
-        return  # a tensor as large as an activation is not worth keeping
-    fill = (node.args[1 if like else 2],) if factory is aten.full.default else ()
-    node.target, node.args, node.kwargs = factory, (list(val.shape), *fill), {"dtype": val.dtype}

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.nodes import name_arguments, nodes_in, refuse_random, shape_of, where
+from autoptd.passes.ir.nodes import aten_name, name_arguments, nodes_in, refuse_random, shape_of, where
 from autoptd.passes.normal_form import loss_rewrites
 from autoptd.passes.normal_form.draws import draws, write_draw
 from autoptd.passes.normal_form.writer import Call
@@ -41,21 +41,20 @@ _recurrent = _refused(
     "{} is a whole recurrent layer, which is not supported: write its steps with linear operators, or leave the layer "
     "out of the compiled model"
 )
+_sparse = _refused(
+    "an embedding with sparse=True has a sparse gradient, which ranks cannot sum: leave sparse out (a dense gradient "
+    "has the same numbers)"
+)
+_by_frequency = _refused(
+    "an embedding with scale_grad_by_freq=True divides gradients by the frequency of a token in the whole batch, but a "
+    "program sees one microbatch at a time: leave it out"
+)
 _embedding_bag = _refused("an embedding bag is not supported: write an embedding and the mean or sum of bags")
 
 
 def _embedding(call: Call) -> fx.Node | None:
-    if call.argument("sparse"):
-        raise ValueError(
-            f"{where(call.node)}: an embedding with sparse=True has a sparse gradient, which ranks cannot sum: leave "
-            "sparse out (a dense gradient has the same numbers)"
-        )
-    if call.argument("scale_grad_by_freq"):
-        raise ValueError(
-            f"{where(call.node)}: an embedding with scale_grad_by_freq=True divides gradients by the frequency of a "
-            "token in the whole batch, but a program sees one microbatch at a time: leave it out"
-        )
-    return None
+    refused = _sparse if call.argument("sparse") else _by_frequency if call.argument("scale_grad_by_freq") else None
+    return refused(call) if refused else None
 
 
 def _cast(call: Call) -> fx.Node | None:
@@ -306,9 +305,21 @@ _OTHER_NAMES = """
 """
 
 
-def _empty(target: OpOverload) -> Rule:
-    """Write memory that something is written to as zeros, which like other constants is made once."""
-    return lambda call: call.emit(target, *call.args, dtype=call.val.dtype)
+def _filled(factory: OpOverload) -> Rule:
+    """Write a tensor of one number without the one that it is like, as a constant; zeros for what is written to later.
+
+    Not one that is as large as an activation, which is not worth keeping.
+    """
+
+    def rule(call: Call) -> fx.Node | None:
+        name = aten_name(call.node.target)
+        if name.endswith("_like") and call.given.is_floating_point():
+            zeros = name == "empty_like"
+            return call.emit(aten.zeros_like.default, call.source, dtype=call.val.dtype) if zeros else None
+        fill = (call.argument("fill_value"),) if factory is aten.full.default else ()
+        return call.emit(factory, list(call.val.shape), *fill, dtype=call.val.dtype)
+
+    return rule
 
 
 def _rrelu(call: Call) -> fx.Node | None:
@@ -352,10 +363,13 @@ RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike
     aten.min.other: _as(aten.minimum.default),
     aten.dropout.default: _dropout,
     aten.feature_dropout.default: _feature_dropout,
-    aten.empty.memory_format: _empty(aten.zeros.default),
-    aten.new_empty.default: _empty(aten.new_zeros.default),
-    aten.empty_like.default: _empty(aten.zeros_like.default),
+    aten.empty.memory_format: _filled(aten.zeros.default),
     aten.scaled_dot_product_attention.default: _attention,
+    **{
+        getattr(aten, form.format(name)).default: _filled(getattr(aten, name.replace("empty", "zeros")).default)
+        for name in ("ones", "zeros", "full", "empty")
+        for form in ("new_{}", "{}_like")
+    },
     **{
         getattr(getattr(aten, other), overload): _as(getattr(getattr(aten, name), overload))
         for other, name in (pair.split("=") for pair in _OTHER_NAMES.split())

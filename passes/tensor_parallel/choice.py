@@ -129,22 +129,18 @@ def _mixed_contractions(axis_map: AxisMap, divided: Mapping[Axis, int]) -> dict[
     mixed: dict[Axis, str] = {}
     for node, axis in axis_map.contractions.items():
         own = [leaf for leaf in ax.leaves(axis) if leaf in divided]
-        if len(_shares(axis, divided)) > 1:
+        if _is_mixed(axis, divided):
             mixed |= dict.fromkeys(own, f"{called(node)} sums over it and over rows that every rank has")
         elif own and has_trait(node, Trait.NUMBERS) and own != ax.factors(axis)[:1]:
             mixed |= dict.fromkeys(own, f"{called(node)} numbers its rows among others")
     return mixed
 
 
-def _shares(axis: Axis, divided: Mapping[Axis, int]) -> set[bool]:
-    """Return for each segment of `axis` whether its rows are divided; a product is if one of its factors is."""
+def _is_mixed(axis: Axis, divided: Mapping[Axis, int]) -> bool:
+    """Return whether some rows of `axis` are divided and others whole; a product's are if those of a factor are."""
     axis = ax.find(axis)
-    if axis.kind == "leaf":
-        return {axis in divided}
-    found = [_shares(part, divided) for part in axis.parts]
-    if axis.kind == "sum":
-        return set().union(*found)
-    return {True} if {True} in found else set().union(*found)
+    segments = {ax.is_divided([part], divided) for part in axis.parts if axis.kind == "sum"}
+    return len(segments) > 1 or any(_is_mixed(part, divided) for part in axis.parts)
 
 
 def _count_moved(node: fx.Node, axis_map: AxisMap) -> Counter[Axis]:
