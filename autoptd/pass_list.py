@@ -39,8 +39,8 @@ PASSES = (
     Pass("fold constants", "arrange", lambda _: fold_constants),
     Pass("recognize attention", "arrange", lambda _: recognize_attention),
     Pass("rewrite layout", "arrange", lambda o: rewrite_layout if o.layout == "sbh" else None),
+    Pass("label layers", "arrange", lambda _: label_layers),
     Pass("shard tensors", "divide", lambda o: partial(shard_tensors, rules=o.rules)),
-    Pass("label layers", "divide", lambda _: label_layers),
     # Here `passes.stages` cuts the program. It times operators as the kernels that the passes below make of them.
     Pass("recompute activations", "finish", lambda o: partial(recompute_activations, recompute=o.recompute)),
     Pass("fuse operators", "finish", lambda o: fuse_operators if o.fuse else None),

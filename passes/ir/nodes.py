@@ -56,8 +56,8 @@ class NodeInfo:
 
     @property
     def place(self) -> NodeInfo:
-        """Nothing but the place in the user's code."""
-        return NodeInfo(self.path, self.line)
+        """Nothing but the place in the user's code, and in the model's layers."""
+        return NodeInfo(self.path, self.line, layer=self.layer)
 
     @property
     def placements(self) -> tuple[Placement, ...]:

@@ -7,7 +7,7 @@ output, a table of relative positions); before the first layer none may be, wher
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -18,31 +18,27 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.nodes import change_info, info, results_of
-from autoptd.passes.ir.program import Program, Stage, copy_graph, copy_nodes, tensor_bytes
+from autoptd.passes.ir.program import Program, copy_graph, tensor_bytes
 from autoptd.passes.structure.linear_order import Row
-from autoptd.runtime.collectives import copy_to_tensor
 
 Layer = Sequence[Sequence[fx.Node]]  # its calls in every stage, none in most
 Codes = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def label_layers(program: Program) -> Program:
-    """Say of every call and parameter of a layer which one it is of, before kernels join a layer with the next.
+    """Say of every call and parameter of a layer which one it is of, before tensor ranks divide them.
 
     The layers of one stack follow each other directly. A first layer that does more than the others (it makes the table
     that they all read) belongs to them.
     """
     (stage,) = program.stages
     stage = replace(stage, graph=copy_graph(stage.graph))
-    bare, home = _leave_out_copies(stage)
-    row = Row(bare)
+    row = Row(stage)
     stack, layer, end = -1, 0, None
     for start, behind in _Search(row).find(0, len(row.items)):
         stack, layer = (stack, layer + 1) if start == end else (stack + 1, 0)
         end = behind
-        found = {home[node] for node in row.items[start:behind]}
-        copies = {n for node in found for n in node.all_input_nodes if n.target is copy_to_tensor}
-        for node in found | {n for n in copies if n.args[1] in found or n.users.keys() <= found}:
+        for node in row.items[start:behind]:
             change_info(node, layer=(stack, layer))
     for node in stage.graph.find_nodes(op="get_attr"):
         readers = {info(user).layer for user in node.users}
@@ -61,15 +57,6 @@ def find_stacks(program: Program) -> list[list[Layer]]:
                 layers.setdefault(label, [[] for _ in program.stages])[index].append(node)
     stacks = groupby(sorted(layers), key=itemgetter(0))
     return [[layers[label] for label in labels] for _, labels in stacks]
-
-
-def _leave_out_copies(stage: Stage) -> tuple[Stage, Mapping[fx.Node, fx.Node]]:
-    """Return the stage without f, which a first trained layer does without, and the original of each of its nodes."""
-    graph, values = copy_nodes(stage.graph.nodes)
-    for node in graph.find_nodes(op="call_function", target=copy_to_tensor):
-        node.replace_all_uses_with(node.args[1])
-        graph.erase_node(node)
-    return replace(stage, graph=graph), {made: node for node, made in values.items()}
 
 
 class _Search:

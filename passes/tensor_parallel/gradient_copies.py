@@ -167,6 +167,9 @@ class _Region:
         with self.graph.inserting_after(node):
             target, args = collectives.copy_to_tensor, (self.rank, node)
             copy = self.graph.create_node("call_function", target, args, name=f"{node.name}_f")
-        describe(copy, node.meta["val"], info(node), placement=REPLICATED.with_partial_gradient("tensor"))
+        layers = {info(reader).layer for reader in readers} - {None}
+        layer = layers.pop() if len(layers) == 1 else info(node).layer
+        marked = REPLICATED.with_partial_gradient("tensor")
+        describe(copy, node.meta["val"], info(node), placement=marked, layer=layer)
         for reader in readers:
             reader.replace_input_with(node, copy)

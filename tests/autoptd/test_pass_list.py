@@ -20,7 +20,7 @@ def test_options_leave_passes_out_and_keep_the_order() -> None:
     every = [name for name, _ in select_passes(Options(), "arrange", "divide", "finish")]
     assert every == names
     fewer = [name for name, _ in select_passes(Options(fuse=False, layout="bsh"), "arrange", "finish")]
-    left_out = {"rewrite layout", "shard tensors", "label layers", "fuse operators"}
+    left_out = {"rewrite layout", "shard tensors", "fuse operators"}
     assert fewer == [name for name in names if name not in left_out]
 
 

@@ -12,7 +12,7 @@ from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2
 
 PASSES = [
-    *("normalize", "fold_constants", "recognize_attention", "rewrite_layout", "shard_tensors", "label_layers"),
+    *("normalize", "fold_constants", "recognize_attention", "rewrite_layout", "label_layers", "shard_tensors"),
     *("cut_stages", "recompute_activations", "fuse_operators", "overlap_reductions"),
 ]
 SIZES = GPTConfig(40, 8, 2, 2, 8)

@@ -53,7 +53,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def prepare(model: nn.Module, pipeline: int, inputs: Mapping[str, Tensor], tensor: int = 1) -> Program:
     program = shared_capture(model, mesh=Mesh(tensor, pipeline, 1), example_inputs=dict(inputs))
-    return label_layers(shard_tensors(fold_constants(normalize(program))))
+    return shard_tensors(label_layers(fold_constants(normalize(program))))
 
 
 def with_memory(count: int) -> Cluster:

@@ -43,7 +43,7 @@ class Stack(nn.Module):
 def cut(model: nn.Module, names: Sequence[str], tensor: int = 1, stages: int = 1) -> Program:
     inputs = {name: torch.zeros(2, LENGTH, dtype=torch.long) for name in names}
     program = shared_capture(model, mesh=Mesh(tensor, stages, 1), example_inputs=inputs)
-    labelled = label_layers(shard_tensors(fold_constants(normalize(program))))
+    labelled = shard_tensors(label_layers(fold_constants(normalize(program))))
     return cut_stages(labelled, num_stages=stages)
 
 
