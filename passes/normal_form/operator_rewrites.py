@@ -82,18 +82,12 @@ _reshape = _shaped(aten.reshape.default)
 
 def _repeat(call: Call) -> fx.Node | None:
     """Write tiles as an expanded dimension outside each repeated one, merged into it if it has a size."""
-    own, times = call.given.shape, [int(n) for n in call.args[1]]
+    times = [int(n) for n in call.args[1]]
     if call.given.numel() == 0 or 0 in times:
         return None
-    sizes = [1] * (len(times) - len(own)) + list(own)
-    opened = [[size] if 1 in (size, n) else [1, size] for size, n in zip(sizes, times, strict=True)]
-    tiled = [[size * n] if 1 in (size, n) else [n, size] for size, n in zip(sizes, times, strict=True)]
-    whole = [[size * n] for size, n in zip(sizes, times, strict=True)]
-    x = call.source
-    steps = ((aten.reshape.default, opened), (aten.expand.default, tiled), (aten.reshape.default, whole))
-    for target, groups in steps:
-        shape = [size for group in groups for size in group]
-        x = call.derive(target, x, shape) if shape != list(x.meta["val"].shape) else x
+    x = call.reshape(call.source, [1] * (len(times) - call.given.dim()) + list(call.given.shape))
+    for dim, number in enumerate(times):
+        x = _repeat_indices(call, x, dim, number, tiles=True) if number > 1 else x
     return x
 
 
@@ -105,12 +99,15 @@ def _repeat_interleave(call: Call) -> fx.Node | None:
     return _repeat_indices(call, x, dim % len(shape_of(x)), call.args[1])
 
 
-def _repeat_indices(call: Call, x: fx.Node, dim: int, times: int) -> fx.Node:
-    """Repeat each index of a dimension, such as key and value heads that query heads share, neighbours together."""
+def _repeat_indices(call: Call, x: fx.Node, dim: int, times: int, *, tiles: bool = False) -> fx.Node:
+    """Repeat each index of a dimension, such as key heads that query heads share; `tiles`: all of them, in turn."""
     *outer, size = shape_of(x)[: dim + 1]
     inner = shape_of(x)[dim + 1 :]
-    x = call.reshape(x, [*outer, size, 1, *inner])
-    x = call.derive(aten.expand.default, x, [*outer, size, times, *inner])
+    opened, spread = ([1, size], [times, size]) if tiles else ([size, 1], [size, times])
+    if tiles and size == 1:
+        opened, spread = [1], [times]
+    x = call.reshape(x, [*outer, *opened, *inner])
+    x = call.derive(aten.expand.default, x, [*outer, *spread, *inner])
     return call.reshape(x, [*outer, size * times, *inner])
 
 
