@@ -256,6 +256,8 @@ def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Int
 
 def _range_max(values: Ints, low: Ints, high: Ints) -> Ints:
     """Return the largest of ``values[low[i]:high[i]]`` for each i, or UNREACHED: from maxima over powers of two."""
+    if not low.any():
+        return np.where(high > 0, np.maximum.accumulate(values)[high - 1], UNREACHED)
     result = np.full(len(low), UNREACHED, np.int64)
     level, width = values, 1
     while width <= len(values):
