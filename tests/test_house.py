@@ -63,8 +63,8 @@ IMPORTS = {
         "normal_form": "ir operators",
         "operators": "ir",
         "recompute": "cost ir operators structure",
-        "stages": "cost ir structure",
-        "structure": "cost ir operators",
+        "stages": "cost ir operators structure",
+        "structure": "ir",
         "tensor_parallel": "attention cost fusion ir normal_form operators",
     },
     "autoptd": {

@@ -11,19 +11,21 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from networkx.utils import UnionFind
 from numpy.typing import NDArray
 from torch import fx
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import NANOSECONDS, Durations, Precision
-from autoptd.passes.cost.saved_tensors import Ledger
+from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import change_info, info, shaping_arguments
-from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph
+from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, tensor_bytes
+from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.passes.stages.choice import ItemTimes
-from autoptd.passes.structure.linear_order import Row, RowBytes
+from autoptd.passes.structure.linear_order import Row
 
 Measure = Callable[[Work], Sequence[float]]  # always as many numbers
 Floats = NDArray[np.float64]
@@ -78,10 +80,23 @@ class FusedOrder:
         return 1 + len({at for at, may in zip(busy, self.may_cut, strict=False) if may} - {0, busy[-1]})
 
     @cached_property
-    def memory(self) -> RowBytes:
-        """Bytes of the items; a tied parameter counts once where the pipeline is one rank."""
+    def memory(self) -> tuple[list[int], list[int], int]:
+        """Bytes of each item, of its parameters with their state and of what a backward keeps of it; and working bytes.
+
+        These are what the backward of the largest recomputed group holds besides. A tied parameter counts where it is
+        used, each time; where the pipeline is one rank, only the first.
+        """
         row, mesh = self._marked, self.program.mesh
-        return row.memory(self._order, Ledger(row.stage, mesh), once=mesh.pipeline == 1)
+        ledger = Ledger(row.stage, mesh)
+        kept = {node: count_bytes(storages) for node, storages in ledger.first_kept()}
+        static: list[int] = []
+        seen: set[fx.Node] = set()
+        for node in self._order:
+            owned = [s for s in node.all_input_nodes if row.is_parameter(s) and (mesh.pipeline > 1 or s not in seen)]
+            seen.update(owned)
+            static.append(sum(_state_bytes(source, trained=source in row.trained) for source in owned))
+        working = max((count_bytes(ledger.saved(group)) for group in ledger.groups), default=0)
+        return static, [kept[node] for node in self._order], working
 
     def times(self, cluster: Cluster) -> ItemTimes:
         """Return the nanoseconds of the items on a cluster."""
@@ -95,8 +110,14 @@ class FusedOrder:
         forward, backward, again = np.diff(ends, axis=0, prepend=0).T
         more = np.rint(penalty[items] * NANOSECONDS).astype(np.int64)
         parted = more[:, 0].tolist(), more[:, 1:].sum(1).tolist()
-        cuts = (*self.row.transfer_times(durations), self.may_cut)
-        ahead, back, may_cut = (np.array(own)[items].tolist() for own in cuts)
+
+        def time(node: fx.Node) -> int:
+            value, divided = node.meta["val"], info(node).is_divided
+            return durations.of_transfer(value, divided=divided) if isinstance(value, torch.Tensor) else 0
+
+        # What lives before each item, and its gradients.
+        sent = self.row.sum_alive(time, lambda node: time(node) if node in self.row.trained else 0)[:, :-1]
+        ahead, back, may_cut = (np.array(own)[items].tolist() for own in (*sent, self.may_cut))
         return ItemTimes(forward.tolist(), (backward + again).tolist(), ahead, back, may_cut, parted)
 
     def divide(self, measure: Measure) -> tuple[Floats, Floats]:
@@ -162,3 +183,12 @@ def _measure(stage: Stage, measure: Measure, repeated: Iterable[fx.Node]) -> Ite
             works = forward_work(node), backward_work(node, trained)
             forward, backward = (np.array(measure(work)) for work in works)
             yield info(node).items, np.array([forward, backward, forward * (node in again)])
+
+
+def _state_bytes(node: fx.Node, *, trained: bool) -> int:
+    """Return the bytes of a parameter, and if it is `trained` of its gradient and Adam's state."""
+    value = node.meta["val"]
+    if not trained:
+        return tensor_bytes(value)
+    item = value.element_size()  # of the weight; its gradient is at least float32
+    return int(value.numel() * (item + max(FLOAT32_BYTES, item) + adam_bytes(item)))

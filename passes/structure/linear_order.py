@@ -2,30 +2,18 @@
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from autoptd.passes.cost.durations import Durations
-from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.nodes import describe, info, nodes_in, walk
-from autoptd.passes.ir.program import Stage, tensor_bytes
-from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
+from autoptd.passes.ir.program import Stage
 
 Nodes = Sequence[fx.Node]
-
-
-class RowBytes(NamedTuple):
-    """Bytes of each item, `static` for good and `activation` for every microbatch in flight; `working` are what the
-    backward of the largest recomputed group holds besides."""
-
-    static: list[int]
-    activation: list[int]
-    working: int
 
 
 class Row:
@@ -47,7 +35,7 @@ class Row:
         self.position: dict[fx.Node, int] = {}
         self.replicable: set[fx.Node] = set()
         for node in self.order:
-            bare = all(s in self.replicable and not self._is_parameter(s) for s in node.all_input_nodes)
+            bare = all(s in self.replicable and not self.is_parameter(s) for s in node.all_input_nodes)
             if node.op != "call_function" or (bare and node not in self.outputs):  # all stages can have it
                 self.replicable.add(node)
             else:
@@ -58,7 +46,7 @@ class Row:
             self.last_use.update((source, i) for source in sources if source in self.position)
         self.trained = find_reached([self.loss], find_trained(stage))
 
-    def _is_parameter(self, node: fx.Node) -> bool:
+    def is_parameter(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and self.stage.parameters[str(node.target)].kind == "parameter"
 
     def sum_alive(self, *measures: Callable[[fx.Node], int]) -> NDArray[np.int64]:
@@ -82,30 +70,6 @@ class Row:
         live, unfit = self.sum_alive(lambda _: 1, is_unfit)
         allowed: list[bool] = ((live > 0) & (unfit == 0))[:-1].tolist()
         return allowed
-
-    def transfer_times(self, durations: Durations) -> NDArray[np.int64]:
-        """Return the nanoseconds to send the values that live before each item, and to send their gradients back."""
-
-        def time(node: fx.Node) -> int:
-            value, divided = node.meta["val"], info(node).is_divided
-            return durations.of_transfer(value, divided=divided) if isinstance(value, torch.Tensor) else 0
-
-        return self.sum_alive(time, lambda node: time(node) if node in self.trained else 0)[:, :-1]
-
-    def memory(self, items: Nodes, ledger: Ledger, *, once: bool) -> RowBytes:
-        """Return the bytes of each of the `items`: its parameters with their state, and what the backward keeps of it.
-
-        A tied parameter counts where it is used, each time; `once`: only the first.
-        """
-        kept = {node: count_bytes(storages) for node, storages in ledger.first_kept()}
-        static: list[int] = []
-        seen: set[fx.Node] = set()
-        for node in items:
-            owned = [s for s in node.all_input_nodes if self._is_parameter(s) and not (once and s in seen)]
-            seen.update(owned)
-            static.append(sum(self._state_bytes(source) for source in owned))
-        working = max((count_bytes(ledger.saved(group)) for group in ledger.groups), default=0)
-        return RowBytes(static, [kept[node] for node in items], working)
 
     def build_graph(self, items: Nodes, receives: Nodes, sends: Nodes | None, outputs: Nodes = ()) -> fx.Graph:
         """Return the graph of one stage: the values that it `receives`, the batch inputs that it reads, its `items`,
@@ -135,13 +99,6 @@ class Row:
         """Return the replicable nodes among `nodes`, and those that they need, directly or through each other."""
         own = self.replicable
         return own.intersection(walk(nodes, lambda node: own.intersection(node.all_input_nodes)))
-
-    def _state_bytes(self, node: fx.Node) -> int:
-        value = node.meta["val"]
-        if node not in self.trained:
-            return tensor_bytes(value)
-        item = value.element_size()  # of the weight; its gradient is at least float32
-        return int(value.numel() * (item + max(FLOAT32_BYTES, item) + adam_bytes(item)))
 
 
 def _order(graph: fx.Graph) -> list[fx.Node]:
