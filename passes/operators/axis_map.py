@@ -96,7 +96,7 @@ class AxisMap:
                     self.kv_heads[node, tensor] = len(own) - 1
                 else:
                     self.tie(node, result, -back, axis)
-        if result:
+        if result and node in self.batch:  # else it is a product of parameters
             self.heads.append((node, result[-1]))
         return tuple(result)
 

@@ -48,6 +48,7 @@ class Localizer:
 
     def run(self, localize: Callable[[Localizer, fx.Node], fx.Node]) -> fx.Graph:
         """Return the new graph, with every call as `localize` writes it."""
+        loaded: dict[tuple[str, Placement], fx.Node] = {}
         for node in self.old.nodes:
             if node.op == "output":
                 output = self.graph.output(fx.map_arg(node.args[0], self.whole))
@@ -55,8 +56,12 @@ class Localizer:
                 change_info(output, outputs=tuple(self._place_outputs(node)))
                 continue
             if node.op == "get_attr":
-                old = self.parameters[name := str(node.target)]
-                self.parameters[name] = replace(old, placement=self._place(self.axis_map.of(node)))
+                old, placement = self.parameters[name := str(node.target)], self._place(self.axis_map.of(node))
+                if (first := loaded.setdefault((old.name, placement), node)) is not node:
+                    self.values[node] = self.values[first]
+                    del self.parameters[name]
+                    continue
+                self.parameters[name] = replace(old, name=name, placement=placement)
             if node.op == "call_function":
                 self.values[node] = localize(self, node)
             elif any(map(self.is_divided, self.axis_map.all_of(node))) and node.op == "placeholder":

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,6 +47,28 @@ def _index_axes(axis_map: AxisMap, node: fx.Node) -> Any:
     return (*own[:dim], *axis_map.of(numbers), *own[dim + 1 :])
 
 
+def _put_axes(axis_map: AxisMap, node: fx.Node) -> Any:
+    """Elements of the last dimensions replaced by numbers: the dimensions before these are the same of both."""
+    into, rows = (axis_map.of(node.args[at]) for at in (0, 2))
+    lead = _lead(node)
+    if not lead:
+        return opaque(axis_map, node)
+    for axis in chain(into[lead:], rows[lead:], *map(axis_map.of, _picks(node).values())):
+        ax.block(axis, f"{called(node)} puts elements into it")
+    for pair in zip(into[:lead], rows, strict=False):
+        ax.unify(*pair)
+    return into
+
+
+def _lead(node: fx.Node) -> int:
+    """Return how many dimensions are before those that an ``index_put`` picks; 0 if others follow, or rows repeat."""
+    into, rows, picks = shape_of(node), shape_of(node.args[2]), _picks(node)  # type: ignore[arg-type]
+    numbers, lead = [n.meta["val"] for n in picks.values()], len(into) - len(picks)
+    last = [*picks] == [*range(lead, len(into))] and all(n.dtype != torch.bool for n in numbers)
+    plain = last and rows[:lead] == into[:lead] and len(rows) == lead + max(n.dim() for n in numbers)
+    return lead if plain else 0
+
+
 def _picks(node: fx.Node) -> dict[int, fx.Node]:
     given: Any = node.args[1]
     return {d: numbers for d, numbers in enumerate(given) if numbers is not None}
@@ -84,6 +107,14 @@ def _index_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     return proof.UNKNOWN if placement.dim is not None and (placement.dim in picks or moved) else placement
 
 
+def _put_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    """Both divided alike, along a dimension before those that numbers pick."""
+    given: Any = [(n, proof.read(n, placements)) for n in (node.args[0], node.args[2])]
+    picked = (proof.read(numbers, placements) is proof.WHOLE for numbers in _picks(node).values())
+    known = all(picked) and {p.dim for _, p in given} <= {*range(_lead(node))}
+    return proof.merge(given, shape_of(node)) if known else proof.UNKNOWN
+
+
 # The sequence-first layout
 
 
@@ -120,4 +151,5 @@ RULES: Mapping[Any, OperatorRules] = {
         _LOOKUP, placed=proof.divided(0, proof.PARTIAL, "aten.embedding"), traits=Trait.ANY_PLACEMENT
     ),
     aten.index: OperatorRules(axes=_index_axes, placed=_index_placed, keeps="nothing"),
+    aten.index_put: OperatorRules(axes=_put_axes, placed=_put_placed),
 }

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import fx
 
+from autoptd.passes.ir.names import free_name
 from autoptd.passes.ir.nodes import called
-from autoptd.passes.ir.program import Program
+from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made, copy_graph
 from autoptd.passes.normal_form.constants import filled
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
@@ -29,6 +30,7 @@ from autoptd.passes.tensor_parallel.gradient_copies import place_copies
 from autoptd.passes.tensor_parallel.symbols import name_dimensions
 from autoptd.runtime import collectives
 from autoptd.runtime.program.manifest import Input
+from autoptd.runtime.program.placement import Parameter
 
 
 def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -> Program:
@@ -37,7 +39,7 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     Also finds which dimension of each batch input is the batch, and gives dropout the axes its mask is keyed by.
     Raises ValueError for an operator that is not torch's own and has no rule, or heads that t does not divide.
     """
-    (stage,) = program.stages
+    stage = _separate_uses(program.stages[0])
     tensor = program.mesh.tensor
     table = read_rules(rules)
     axis_map = find_axes(stage, tensor, table)
@@ -49,7 +51,7 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
         axis_map = find_axes(stage, tensor, table, replicated)
     inputs, batch = find_batch(program.inputs, axis_map)
     divided, notes = choose_axes(stage.graph, axis_map)
-    program = replace(program, inputs=inputs)
+    program = replace(program, inputs=inputs, stages=(stage,))
     localizer = Localizer(program, axis_map, divided, batch, filled(stage.constants))
     graph = localizer.run(lambda localizer, node: rules_of(node).local(localizer, node))
     parameters, copies = place_copies(graph, localizer.parameters, program.mesh.pipeline)
@@ -63,10 +65,29 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     for name, flops in {called(node): bound_hidden(node) for node in calls}.items():
         if flops > program.model_flops / 100:
             entry += f"; {name} may hide up to {flops:,} FLOPs of a product, which no rule counts"
-    whole = replace(stage, graph=graph, parameters=parameters)
+    whole = Stage(graph, parameters, constants_graph(constants_made(stage.constants), parameters))
     symbols = name_dimensions(program, axis_map, divided, localizer.named)
     log = (*program.log, entry, *notes)
     return replace(program, stages=(whole,), symbols=symbols, log=log, rules=name_rules(rules or {}))
+
+
+def _separate_uses(stage: Stage) -> Stage:
+    """Let each use of a buffer or constant read one of its own, so that each may be divided differently (VeRA's are).
+
+    The `name` of such a parameter is still the first one's: `Localizer` joins those that are placed alike.
+    """
+    graph, constants, parameters = copy_graph(stage.graph), copy_graph(stage.constants), dict(stage.parameters)
+    made = dict(constants_made(constants))
+    for node in graph.find_nodes(op="get_attr"):
+        old, following = parameters[str(node.target)], node.next
+        for user in list(node.users)[1:] if old.kind != "parameter" else ():
+            name = free_name(f"constant.{node.name}", parameters)
+            parameters[name] = Parameter(old.name, old.shape, old.dtype, "constant", False)
+            with graph.inserting_before(following), constants.inserting_before(next(iter(constants.nodes), None)):
+                use, made[name] = graph.node_copy(node), made.get(old.name) or constants.node_copy(node)
+            use.target = name
+            user.replace_input_with(node, use)
+    return Stage(graph, parameters, constants_graph(made, parameters))
 
 
 def find_batch(inputs: tuple[Input, ...], axis_map: AxisMap) -> tuple[tuple[Input, ...], set[Axis]]:
