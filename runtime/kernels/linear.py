@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -200,4 +201,4 @@ class _Products(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     """Return `x` with all dimensions but the last as one."""
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
