@@ -23,6 +23,14 @@ from samples.wild.decoder import Case, make_inputs
 
 CASES = (*losses.CASES, *blocks.CASES, *flex.CASES, *habits.CASES)
 PAGE = Path(__file__).with_name("README.md")
+ABOUT = """\
+Small models in the styles of public code bases, each for a kind of thing that people write.
+
+A share above one half is work that both tensor ranks do: the norms, and the routers of mixtures, at most 0.508. Two
+models do more, for reasons that their programs' logs give. In "reversed gradients" (0.521) the lone linear in the
+residual stays whole, because a layer norm normalises over its result. In "a loss with its gradient in forward" (0.530)
+the head stays whole, because its logits go straight into a function with its own backward, which no rule divides.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,7 @@ def main() -> None:
         lines.append(row)
         print(row, flush=True)
     if write:
-        about = "Small models in the styles of public code bases, each for a kind of thing that people write."
-        PAGE.write_text(f"# Wild models\n\n{about}\n\n" + "\n".join(lines) + "\n")
+        PAGE.write_text(f"# Wild models\n\n{ABOUT}\n" + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
