@@ -97,7 +97,7 @@ def describe_value(value: Any) -> Any:
     if isinstance(value, fx.Graph):
         return str(value)
     if isinstance(value, NodeInfo):
-        return describe_value(vars(value))
+        return describe_value(value._asdict())
     if isinstance(value, Mapping):
         return {key: describe_value(part) for key, part in value.items()}
     if isinstance(value, tuple | list):

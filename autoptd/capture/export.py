@@ -30,7 +30,7 @@ from autoptd.capture.side_effects import NUMBERS, SideEffectError, keeping_attri
 from autoptd.capture.source_lines import short_line
 from autoptd.capture.trace_errors import describe_error, explain, find_way
 from autoptd.capture.traced_device import find_device
-from autoptd.passes.ir.nodes import NodeInfo, aten_name, describe, where
+from autoptd.passes.ir.nodes import NodeInfo, aten_name, copy_node, describe, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Result
@@ -284,7 +284,7 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, objective: Object
             outputs = tuple(Result(path, tuple(val.shape), val.dtype) for path, val in asked)
             describe(graph.output((loss, *others) if others else loss), loss.meta["val"], NodeInfo(outputs=outputs))
         elif node.op != "placeholder":
-            values[node] = graph.node_copy(node, value_of)
+            values[node] = copy_node(graph, node, value_of)
             region = _region(exported.graph_module, node) if node.op == "get_attr" else None
             _describe_node(values[node], node, region=region)
             _check_value(values[node], objective.captured)

@@ -45,9 +45,9 @@ def write_value_shape(node: fx.Node, tensor: int) -> str:
 
 
 def write_communication(node: fx.Node, tensor: int) -> str:
-    """Write what the call sends to the other tensor ranks, forward or backward; empty if nothing."""
+    """Write what the call sends to the other tensor ranks, forward or backward; empty if nothing (torch's own)."""
     value = node.meta.get("val")
-    if tensor == 1 or not isinstance(value, Tensor):
+    if tensor == 1 or not isinstance(value, Tensor) or isinstance(node.target, torch._ops.OpOverload):
         return ""
     if node.target is collectives.copy_to_tensor:  # f: identity forward
         return f"backward: all-reduce, {write_bytes(tensor_bytes(value))} over tensor"

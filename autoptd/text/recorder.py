@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.proxy import GraphAppendingTracer
 
-from autoptd.passes.ir.nodes import NodeInfo, Propagation, Role, describe, info
+from autoptd.passes.ir.nodes import NodeInfo, Propagation, Role, add_node, describe, info
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.autograd_function import AutogradFunction, autograd_function
 from autoptd.runtime.program.program_text import line_of
@@ -132,7 +132,7 @@ class Recorder(GraphAppendingTracer):
                 kwargs = {**kwargs, "device": META}  # a text leaves the device to the default
             if kind == "call_function":
                 args, kwargs = spread_call(target, args, kwargs)
-            node = super().create_node(kind, target, args, kwargs, name, type_expr)
+            node = add_node(self.graph, kind, target, args, kwargs, name)
             val = self._propagation.run(node) if kind != "get_attr" else self.parameters.tensors[target]
             group = self._group if kind == "call_function" else None
             describe(node, val, NodeInfo(line=f"{self.filename}:{line}", recompute=group))

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.names import free_name, operator_word
-from autoptd.passes.ir.nodes import describe, info, is_lifted, name_arguments
+from autoptd.passes.ir.nodes import copy_node, describe, info, is_lifted, name_arguments
 from autoptd.passes.ir.program import Stage, constants_graph, constants_made, copy_graph
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
 from autoptd.runtime.program.placement import Parameter
@@ -33,8 +33,7 @@ class Constants:
         if name not in self.sources:
             if self.parameters[name].kind != "buffer":
                 return None
-            self.sources[name] = made = self.graph.create_node("get_attr", name, name=value.name)
-            made.meta = value.meta
+            self.sources[name] = copy_node(self.graph, value)
         return self.sources[name]
 
     def number(self, value: Any) -> float | None:

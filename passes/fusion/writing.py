@@ -7,7 +7,7 @@ from torch import fx
 
 from autoptd.passes.fusion.patterns import Call, Match, alike, is_reshape
 from autoptd.passes.ir.names import final_name
-from autoptd.passes.ir.nodes import Propagation, called, change_info, describe, info, nodes_in, results_of
+from autoptd.passes.ir.nodes import Propagation, add_node, called, change_info, describe, info, nodes_in, results_of
 
 
 class ChainWriter:
@@ -32,7 +32,7 @@ class ChainWriter:
             change_info(made, name=name or f"{final_name(match.call.like)}_pair", placement=placements)
             graph, count = first.graph, len(match.several)
             with graph.inserting_before(first):
-                values = [graph.call_function(operator.getitem, (made, i)) for i in range(count)]
+                values = [add_node(graph, "call_function", operator.getitem, (made, i)) for i in range(count)]
         for index, (old, new) in enumerate(zip(match.results, values, strict=True)):
             val = made.meta["val"] if new is made else made.meta["val"][index]
             describe(new, val, info(old).at(info(made)), name=final_name(old))

@@ -3,16 +3,15 @@
 import itertools
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import describe, info, walk
+from autoptd.passes.ir.nodes import add_node, change_info, info, walk
 
 SHORTER = {"scaled_dot_product_attention": "sdpa", "scaled_softmax": "softmax", "cross_entropy_loss": "loss"}
 _INDEX = re.compile(r"_(\d+)(?=_|$)")
-_Copies = dict[fx.Node, fx.Node]
 
 
 def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
@@ -27,31 +26,28 @@ def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
     live = live_nodes(graph)
     containers = find_containers(info(node).path for node in live)
     heads = _module_results(live)
-    ordered = _order_constants(live, buffers)
-    return _copy_named(ordered, lambda node, values: _candidate(node, node in heads, containers, values))
+    named, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in _order_constants(live, buffers):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        name = _candidate(node, node in heads, containers, values)
+        values[node] = add_node(named, node.op, node.target, args, kwargs, name, node.meta)
+    return named
 
 
 def rename_nodes(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph with rewritten nodes, and name each after the one that it replaces."""
-    if not any(info(node).name for node in graph.nodes):
-        return graph
-    return _copy_named(graph.nodes, lambda node, _: final_name(node))
+    """Name each rewritten node of a graph after the one that it replaces."""
+    taken: set[str] = set()
+    for node in graph.nodes:
+        taken.add(name := free_name(final_name(node), taken))
+        if name != node.name or info(node).name:
+            node.name = name
+            change_info(node, name="")
+    return graph
 
 
 def final_name(node: fx.Node) -> str:
     """Return the name that `rename_nodes` gives a node, or that it has already."""
     return info(node).name or node.name
-
-
-def _copy_named(nodes: Iterable[fx.Node], find_name: Callable[[fx.Node, _Copies], str]) -> fx.Graph:
-    """Copy nodes into a new graph; `find_name` gets a node and the copies so far."""
-    graph = fx.Graph()
-    values: _Copies = {}
-    for node in nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        values[node] = made = graph.create_node(node.op, node.target, args, kwargs, find_name(node, values))
-        describe(made, node.meta["val"], info(node), **({"name": ""} if info(node).name else {}))
-    return graph
 
 
 def short_path(path: str, containers: tuple[str, ...]) -> str:
@@ -110,7 +106,7 @@ def _module_results(nodes: list[fx.Node]) -> set[fx.Node]:
     return results
 
 
-def _candidate(node: fx.Node, result: bool, containers: tuple[str, ...], values: _Copies) -> str:
+def _candidate(node: fx.Node, result: bool, containers: tuple[str, ...], values: dict[fx.Node, fx.Node]) -> str:
     if node.op in ("placeholder", "output"):
         return node.name
     if node.op == "get_attr":

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.autocast import Autocast
-from autoptd.passes.ir.nodes import info, nodes_in, walk
+from autoptd.passes.ir.nodes import copy_node, info, nodes_in, walk
 from autoptd.runtime.program.manifest import Input, Output
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
@@ -72,10 +72,9 @@ def copy_nodes(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Nod
 
     Copies have ``meta`` dicts of their own, whose values are shared: replace them, never mutate.
     """
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
+        values[node] = copy_node(graph, node, values.__getitem__)
     return graph, values
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import has_gradients, results_of
+from autoptd.passes.ir.nodes import copy_node, has_gradients, results_of
 from autoptd.passes.ir.program import Program
 from autoptd.passes.layout.copies import Strides, find_copies
 from autoptd.passes.layout.packed_projections import unpack_projections
@@ -77,8 +77,7 @@ def _run(writer: LayoutWriter, source: fx.Graph) -> fx.Graph:
         elif node.op == "call_function":
             _rewrite(writer, node)
         else:
-            new = writer.graph.node_copy(node)
-            new.meta = dict(node.meta)
+            new = copy_node(writer.graph, node)
             writer.find_value(new)
             if node in writer.transposed:
                 writer.made["user", node] = new

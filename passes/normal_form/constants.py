@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.names import free_name
-from autoptd.passes.ir.nodes import is_lifted, where
+from autoptd.passes.ir.nodes import add_node, copy_node, is_lifted, where
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
 from autoptd.passes.normal_form.constant_masks import MaskJudge, buffers_under
 from autoptd.passes.operators.table import Trait, has_trait, strip
@@ -49,8 +49,7 @@ class _Folder:
         values: dict[fx.Node, fx.Node] = {}
         first: dict[str, fx.Node] = {}
         for node in stage.graph.nodes:
-            values[node] = copied = self.graph.node_copy(node, values.__getitem__)
-            copied.meta = node.meta
+            values[node] = copied = copy_node(self.graph, node, values.__getitem__)
             if node.op == "get_attr":
                 fixed = self.parameters[str(node.target)].kind == "buffer"
             else:
@@ -115,8 +114,7 @@ class _Folder:
         val = node.meta["val"]
         self.made[unique] = Parameter(unique, tuple(val.shape), val.dtype, "constant", False)
         with self.graph.inserting_before(node):
-            loaded = self.graph.create_node("get_attr", unique, name=unique.removeprefix("constant."))
-        loaded.meta = node.meta
+            loaded = add_node(self.graph, "get_attr", unique, name=unique.removeprefix("constant."), meta=node.meta)
         for user in users:
             user.replace_input_with(node, loaded)
         return loaded

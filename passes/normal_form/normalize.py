@@ -15,7 +15,7 @@ from torch import fx
 from autoptd.passes.ir.autocast import Autocast
 from autoptd.passes.ir.gradients import find_reached
 from autoptd.passes.ir.names import name_nodes
-from autoptd.passes.ir.nodes import info, nodes_in, refuse_random, where
+from autoptd.passes.ir.nodes import copy_node, info, nodes_in, refuse_random, where
 from autoptd.passes.ir.program import Program, Stage
 from autoptd.passes.normal_form.autocast import cast_arguments, describe_result, enter_region
 from autoptd.passes.normal_form.draws import draws
@@ -80,8 +80,7 @@ class Normalizer(Writer):
             results = [self.read(values[loss]), *(self._read_output(values[n]) for n in outputs)]
             self.graph.output(tuple(results) if outputs else results[0]).meta = dict(node.meta)
         elif node.op == "placeholder" or (node.op == "get_attr" and info(node).region is None):
-            copied = self.graph.node_copy(node)
-            copied.meta = node.meta
+            copied = copy_node(self.graph, node)
             if node.op == "get_attr" and self.parameters[str(node.target)].requires_grad:
                 self.trained.add(copied)
             values[node] = Cell(copied, owner=str(node.target) if node.op == "get_attr" else "")

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.gradients import may_be_trained
-from autoptd.passes.ir.nodes import NodeInfo, argument, change_info, describe, name_arguments, where
+from autoptd.passes.ir.nodes import NodeInfo, add_node, argument, change_info, describe, name_arguments, where
 from autoptd.passes.ir.strides import is_view
 from autoptd.passes.ir.views import read_cut
 from autoptd.passes.operators.table import Trait, has_trait
@@ -127,8 +127,7 @@ class Writer:
 
     def emit(self, target: Any, args: Any, meta: Mapping[str, Any], kwargs: Any = None) -> fx.Node:
         """Append a call of `target`, its ``meta`` taken from the operator it replaces."""
-        node = self.graph.call_function(target, args, dict(kwargs or {}))
-        node.meta = dict(meta)
+        node = add_node(self.graph, "call_function", target, args, kwargs or {}, meta=meta)
         change_info(node, role=None)  # it may be taken from an input that is written into a tensor
         if may_be_trained(node) and not self.trained.isdisjoint(node.all_input_nodes):
             self.trained.add(node)

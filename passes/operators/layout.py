@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import called, describe, info
+from autoptd.passes.ir.nodes import add_node, called, describe, info
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.runtime import aten
@@ -177,8 +177,7 @@ class LayoutWriter:
     def write(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}, target: Any = None) -> fx.Node:
         """Write the operator that is being rewritten, on new arguments."""
         node = self.current
-        new = self.graph.create_node("call_function", target or node.target, args, dict(kwargs), node.name)
-        new.meta = dict(node.meta)
+        new = add_node(self.graph, "call_function", target or node.target, args, kwargs, node.name, node.meta)
         new.meta["val"] = self.find_value(new)
         return new
 
@@ -207,7 +206,7 @@ class LayoutWriter:
 
     def add(self, target: Any, args: tuple[Any, ...], name: str) -> fx.Node:
         """Write a further operator before or after the one that is being rewritten."""
-        new = self.graph.create_node("call_function", target, args, {}, name=name)
+        new = add_node(self.graph, "call_function", target, args, name=name)
         describe(new, None, info(self.current).place)
         new.meta["val"] = self.find_value(new)
         return new

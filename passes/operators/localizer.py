@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir import nodes
-from autoptd.passes.ir.nodes import Propagation, as_results, change_info, describe, info, shape_of, where
+from autoptd.passes.ir.nodes import Propagation, add_node, as_results, change_info, describe, info, shape_of, where
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
@@ -52,8 +52,7 @@ class Localizer:
         for node in self.old.nodes:
             if node.op == "output":
                 output = self.graph.output(fx.map_arg(node.args[0], self.whole))
-                output.meta = dict(node.meta)
-                change_info(output, outputs=tuple(self._place_outputs(node)))
+                describe(output, node.meta["val"], info(node), outputs=tuple(self._place_outputs(node)))
                 continue
             if node.op == "get_attr":
                 old, placement = self.parameters[name := str(node.target)], self._place(self.axis_map.of(node))
@@ -110,8 +109,7 @@ class Localizer:
         plain = args is None and kwargs is None
         if plain:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self.whole)
-        new = self.graph.create_node(node.op, target or node.target, args, kwargs or {}, name=node.name)
-        new.meta = dict(node.meta)
+        new = add_node(self.graph, node.op, target or node.target, args, kwargs or {}, node.name, node.meta)
         axes = self.named[new.name] = self.axis_map.all_of(node)
         changed = self.tensor > 1 and (not plain or any(ax.is_divided(a, self.divided) for a in axes))
         if not changed:
@@ -128,7 +126,7 @@ class Localizer:
 
     def add(self, target: Any, args: Any, like: fx.Node, *, name: str, partial: bool = False) -> fx.Node:
         """Add a further node, at the place of `like` in the user's model."""
-        new = self.graph.create_node("call_function", target, args, {}, name=name)
+        new = add_node(self.graph, "call_function", target, args, name=name)
         placement = PARTIAL_SUM if partial else REPLICATED
         describe(new, self.propagation.run(new), info(like).place, placement=placement)
         self.named[new.name] = self.axis_map.all_of(like) or self.named[like.name]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autoptd.passes.ir.gradients import find_reached, find_trained
-from autoptd.passes.ir.nodes import describe, info, nodes_in, walk
+from autoptd.passes.ir.nodes import copy_node, describe, info, nodes_in, walk
 from autoptd.passes.ir.program import Stage
 
 Nodes = Sequence[fx.Node]
@@ -74,25 +74,19 @@ class Row:
     def build_graph(self, items: Nodes, receives: Nodes, sends: Nodes | None, outputs: Nodes = ()) -> fx.Graph:
         """Return the graph of one stage: the values that it `receives`, the batch inputs that it reads, its `items`,
         and the replicable nodes that these and its own `outputs` need."""
-        needed = self.needed((*items, *outputs))
-        graph = fx.Graph()
-        rank, *inputs = (node for node in self.order if node.op == "placeholder")
-        values = {rank: graph.node_copy(rank)}
+        graph, rank = fx.Graph(), self.order[0]
+        values = {rank: copy_node(graph, rank)}
         for node in receives:
             values[node] = graph.create_node("placeholder", node.name, name=node.name)
-            wanted = node in self.trained
-            describe(values[node], node.meta["val"], info(node), role="boundary", requires_grad=wanted)
-        for node in inputs:
-            if node in needed and node not in values:
-                values[node] = graph.node_copy(node)
-        calls = (*items, *(node for node in needed if node.op != "placeholder"))
-        for node in sorted(calls, key=self._place.__getitem__):
-            values[node] = graph.node_copy(node, values.__getitem__)
+            describe(values[node], node.meta["val"], info(node), role="boundary", requires_grad=node in self.trained)
+        own = {*items, *self.needed((*items, *outputs))}.difference(values)
+        for node in sorted(own, key=self._place.__getitem__):
+            values[node] = copy_node(graph, node, values.__getitem__)
         results = tuple(values[node] for node in (*([self.loss] if sends is None else sends), *outputs))
         output = graph.output(results if len(results) > 1 else results[0])
         about = zip(self.outputs, info(self.output).outputs, strict=True)
-        own = tuple(result for node, result in about if node in outputs)
-        describe(output, self.output.meta["val"], info(self.output), outputs=own)
+        described = tuple(result for node, result in about if node in outputs)
+        describe(output, self.output.meta["val"], info(self.output), outputs=described)
         return graph
 
     def needed(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:

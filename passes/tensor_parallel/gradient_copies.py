@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.nodes import change_info, describe, info, where
+from autoptd.passes.ir.nodes import add_node, change_info, describe, info, where
 from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import collectives
@@ -165,8 +165,8 @@ class _Region:
     def insert_copy(self, node: fx.Node, readers: list[fx.Node]) -> None:
         """Let `readers` read f(node)."""
         with self.graph.inserting_after(node):
-            target, args = collectives.copy_to_tensor, (self.rank, node)
-            copy = self.graph.create_node("call_function", target, args, name=f"{node.name}_f")
+            arguments = self.rank, node
+            copy = add_node(self.graph, "call_function", collectives.copy_to_tensor, arguments, name=f"{node.name}_f")
         layers = {info(reader).layer for reader in readers} - {None}
         layer = layers.pop() if len(layers) == 1 else info(node).layer
         marked = REPLICATED.with_partial_gradient("tensor")

@@ -16,7 +16,7 @@ from autoptd.passes.fusion.patterns import Call, Match, is_reshape
 from autoptd.passes.fusion.writing import ChainWriter
 from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.names import rename_nodes
-from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, info, shape_of, walk
+from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, copy_node, info, shape_of, walk
 from autoptd.passes.ir.products import MatrixProduct, read_product
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import aten, collectives, kernels
@@ -96,7 +96,7 @@ def _without_gelu(reader: MatrixProduct) -> fx.Node:
     if node.target is not kernels.linear_gelu:
         return node
     with node.graph.inserting_before(node):
-        linear = node.graph.node_copy(node)
+        linear = copy_node(node.graph, node)
     change_info(linear, name=f"{node.name}_linear", value=None)
     node.target, node.args, node.kwargs = aten.gelu.default, (linear,), _approximation(reader)
     return linear

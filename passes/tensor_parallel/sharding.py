@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.names import free_name
-from autoptd.passes.ir.nodes import called
+from autoptd.passes.ir.nodes import called, copy_node
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made, copy_graph
 from autoptd.passes.normal_form.constants import filled
 from autoptd.passes.operators import axes as ax
@@ -76,15 +76,19 @@ def _separate_uses(stage: Stage) -> Stage:
 
     The `name` of such a parameter is still the first one's: `Localizer` joins those that are placed alike.
     """
+    read = stage.graph.find_nodes(op="get_attr")
+    shared = {n.target for n in read if len(n.users) > 1 and stage.parameters[str(n.target)].kind != "parameter"}
+    if not shared:
+        return stage
     graph, constants, parameters = copy_graph(stage.graph), copy_graph(stage.constants), dict(stage.parameters)
     made = dict(constants_made(constants))
     for node in graph.find_nodes(op="get_attr"):
         old, following = parameters[str(node.target)], node.next
-        for user in list(node.users)[1:] if old.kind != "parameter" else ():
+        for user in list(node.users)[1:] if node.target in shared else ():
             name = free_name(f"constant.{node.name}", parameters)
             parameters[name] = Parameter(old.name, old.shape, old.dtype, "constant", False)
             with graph.inserting_before(following), constants.inserting_before(next(iter(constants.nodes), None)):
-                use, made[name] = graph.node_copy(node), made.get(old.name) or constants.node_copy(node)
+                use, made[name] = copy_node(graph, node), made.get(old.name) or copy_node(constants, node)
             use.target = name
             user.replace_input_with(node, use)
     return Stage(graph, parameters, constants_graph(made, parameters))

@@ -194,7 +194,7 @@ def _add_transfers(orders: list[list[Action]], last: int) -> Schedule:
             actions += receives.get(slot, ())
             actions.append(action)
             if 0 <= action.stage + action.kind.direction <= last:
-                actions.append(action._replace(kind=action.kind.send))
+                actions.append(Action(action.stage, action.kind.send, action.microbatch))
         schedule.append(tuple(actions))
     return tuple(schedule)
 

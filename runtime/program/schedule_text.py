@@ -125,7 +125,7 @@ def _find_runs(parts: Sequence[tuple[Action, ...]]) -> list[_Run]:
         if run.times == 1 and distance >= 0:
             runs[-1] = _Run(run.actions, 2, distance)
         elif run.times > 1 and distance == run.times * run.step:
-            runs[-1] = run._replace(times=run.times + 1)
+            runs[-1] = _Run(run.actions, run.times + 1, run.step)
         else:
             runs.append(_Run(part, 1, 0))
         previous = shape
