@@ -139,8 +139,9 @@ def check_model(model: object) -> None:
 
 
 def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functions) -> ExportedProgram:
-    # Only the graph is wanted: torch.export would write Python code for it after each of its passes.
-    with functions.watch(), _use_lazy_graph_module(True), warnings.catch_warnings():
+    # Only the graph is wanted: torch.export would write Python code for it after each of its passes, and at the end.
+    unwritten = patch.object(fx.GraphModule, "recompile", lambda _: None)
+    with functions.watch(), _use_lazy_graph_module(True), unwritten, warnings.catch_warnings():
         # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
         warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
         exported = torch.export.export(objective, values, strict=False)
@@ -261,8 +262,7 @@ def _build_graph(exported: ExportedProgram, tensors: _Tensors, objective: Object
     """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
     inputs = [node for node, spec in _placeholders(exported) if spec.kind is InputKind.USER_INPUT]
     _drop_checks(exported.graph)
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     attributes: dict[str, fx.Node] = {}
     for placeholder, value in zip(inputs, objective.inputs, strict=True):
         values[placeholder] = new = graph.placeholder(value.name)
