@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.activation import Gelu, activate_linear
-from autoptd.runtime.kernels.linear import Linear, SplitLinear, multiply
+from autoptd.runtime.kernels.linear import Linear, multiply
 from autoptd.runtime.kernels.operands import Operand
 from autoptd.runtime.kernels.partial_sums import sum_over_ranks
 
@@ -67,14 +67,7 @@ def copied_linear_gelu(
     return activate_linear(partial(copied_linear, rank, transposed=transposed), x, weight, bias, approximate)
 
 
-def copied_split_linear(
-    rank: Rank, x: Tensor, weight: Tensor, bias: Operand, sections: int, transposed: bool = False
-) -> Tensor:
-    """Compute `kernels.split_linear` of f(x), with f's all-reduce beside the weights' gradients."""
-    return multiply(rank, SplitLinear(transposed, sections=sections), x, [weight], [bias])[0]
-
-
-COPIED = (copied_linear, copied_linears, copied_linear_gelu, copied_split_linear)
+COPIED = (copied_linear, copied_linears, copied_linear_gelu)
 
 
 class _Copy(torch.autograd.Function):

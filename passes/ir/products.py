@@ -26,8 +26,7 @@ GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "transf
 class MatrixProduct:
     """``x @ weight + bias``: the last dimension of `x` is contracted with dimension `contracted` of `weight`.
 
-    `node` computes it; of several products it is the result number `index`. `sections` are the equal parts that the
-    result is split into, stacked in its first dimension.
+    `node` computes it; of several products it is the result number `index`.
     """
 
     node: fx.Node
@@ -35,7 +34,6 @@ class MatrixProduct:
     weight: fx.Node
     bias: fx.Node | None = None
     contracted: int = 0
-    sections: int | None = None
     index: int | None = None
 
     @property
@@ -64,7 +62,7 @@ class MatrixProduct:
 
 def read_products(node: fx.Node) -> tuple[MatrixProduct, ...]:
     """Return the products of two tensors that a call computes: one, several of `copied_linears`, or none."""
-    ours = (kernels.add_linear, kernels.linear, kernels.linear_gelu, kernels.split_linear)
+    ours = (kernels.add_linear, kernels.linear, kernels.linear_gelu)
     if node.target in (*ours, *collectives.COPIED):
         return _read_ours(node, bound_arguments(node))
     given: Any = node.args
@@ -106,8 +104,8 @@ def bound_arguments(node: fx.Node) -> Mapping[str, Any]:
 def _read_ours(node: fx.Node, given: Mapping[str, Any]) -> tuple[MatrixProduct, ...]:
     contracted = 0 if given.get("transposed", False) else 1
     if "weights" not in given:
-        bias, sections = given.get("bias", given.get("total")), given.get("sections")
-        return (MatrixProduct(node, given["x"], given["weight"], bias, contracted, sections),)
+        bias = given.get("bias", given.get("total"))
+        return (MatrixProduct(node, given["x"], given["weight"], bias, contracted),)
     biases = given.get("biases") or [None] * len(given["weights"])
     return tuple(
         MatrixProduct(node, given["x"], weight, bias, contracted, index=index)

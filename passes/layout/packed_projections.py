@@ -1,28 +1,28 @@
 """Packed projections taken apart: a linear whose output is split into query, key and value.
 
 In [s, b, 3 * heads * size] the heads of one tensor are no even steps apart once there are several sequences, so that
-no batched product can read them in place. Written as ``kernels.split_linear`` each lies by itself. Fused attention
-takes any steps, and needs none of this.
+no batched product can read them in place. Written as a linear for each part of the weight, each lies by itself. Fused
+attention takes any steps, and needs none of this.
 """
 
+import operator
+from functools import partial
 from typing import Any
 
 from torch import fx
 
-from autoptd.passes.fusion.patterns import Call, Match
-from autoptd.passes.fusion.writing import ChainWriter
-from autoptd.passes.ir.names import rename_nodes
+from autoptd.passes.ir.names import final_name, rename_nodes
 from autoptd.passes.ir.nodes import Propagation, aten_name, shape_of
 from autoptd.passes.ir.products import read_product, read_products
 from autoptd.passes.ir.program import copy_graph
 from autoptd.passes.ir.views import read_cut
 from autoptd.passes.operators.table import Trait, has_trait
-from autoptd.runtime import aten, kernels
+from autoptd.runtime import aten
 from autoptd.runtime.program.mesh import Mesh
 
 
 def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """Return `graph`, or a copy whose packed projections return their parts one by one, for attention as two products.
+    """Return `graph`, or a copy with one linear for each part of its packed projections, for attention as two products.
 
     Packed projections are linears (or ``addmm``, with or without a reshape of its rows) whose only reader splits them
     into equal parts, each of which is split further, into heads.
@@ -30,22 +30,35 @@ def unpack_projections(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     products = filter(None, map(read_product, graph.nodes))
     if not any(all(len(shape_of(factor)) > 2 for factor in product.factors) for product in products):
         return graph
-    copy, writer = copy_graph(graph), ChainWriter(Propagation(mesh))
-    for node in copy.nodes:
+    copy, propagation = copy_graph(graph), Propagation(mesh)
+    for node in list(copy.nodes):
         if chain := _chain(node):
-            writer.replace(Match(_take_apart(node, *chain), chain))
+            _take_apart(propagation, node, *chain)
     return rename_nodes(copy)
 
 
-def _take_apart(split: fx.Node, linear: fx.Node, *reshaped: fx.Node) -> Call:
-    """Return the call that gives the parts one by one."""
+def _take_apart(propagation: Propagation, split: fx.Node, linear: fx.Node, *reshaped: fx.Node) -> None:
+    """Write a linear for each part in place of `linear`, which is split behind a reshape, if any."""
     (product,), sections = read_products(linear), len(split.meta["val"])
-    arguments = (product.x, product.weight, product.bias, sections)
-    made = Call(kernels.split_linear, (*arguments, *product.options.values()), linear)
-    for view in reshaped:
-        *rows, width = shape_of(view)
-        made = Call(view.target, (made, [sections, *rows, width // sections]), view)
-    return Call(aten.unbind.int, (made, 0), split)
+    write = partial(propagation.write, linear)
+    parts: dict[fx.Node, list[fx.Node]] = {}
+    for own, dim in ((product.weight, 1 - product.contracted), (product.bias, 0)):
+        if own is not None:
+            name = f"{final_name(split)}_{'bias' if own is product.bias else 'weight'}"
+            size = shape_of(own)[dim] // sections
+            cut = write(aten.split.Tensor, (own, size, dim), {}, linear, name=name)
+            items = [(cut, index) for index in range(sections)]
+            parts[own] = [write(operator.getitem, item, {}, linear, name=f"{name}_{item[1]}") for item in items]
+    for piece in list(split.users):
+        index: Any = piece.args[1]
+        args = [parts[source][index] if source in parts else source for source in linear.all_input_nodes]
+        made = write(linear.target, args, {}, linear, name=final_name(piece))
+        for view in reshaped:
+            made = write(view.target, (made, list(shape_of(piece))), {}, view, name=final_name(piece))
+        piece.replace_all_uses_with(made)
+        split.graph.erase_node(piece)
+    for node in (split, *reversed(reshaped), linear):
+        split.graph.erase_node(node)
 
 
 def _chain(split: fx.Node) -> list[fx.Node]:

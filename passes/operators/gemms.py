@@ -23,8 +23,6 @@ def _gemm(product: MatrixProduct, value: Value) -> Product:
     if aten_name(node.target) in (*CONVOLUTIONS, "bilinear"):
         return _convolution(product, value)
     shape, inner = product.pick(value.shape(node)), value.shape(product.x)[-1]
-    if product.sections is not None:
-        return Product(shape[0], prod(shape[1:-1]), shape[-1], inner)
     if len(shape_of(product.weight)) > 2 and len(shape_of(product.x)) > 1:
         return Product(prod(shape[:-2]), shape[-2], shape[-1], inner)
     many = len(shape_of(product.weight)) > 1

@@ -25,16 +25,6 @@ from autoptd.runtime.program.placement import AxisPlacement, Partial, Replicate,
 # Linears
 
 
-def _split_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
-    """Relate [.., in] x [n * out, in] -> [n, .., out]: the inputs are needed whole, as the bias is added here."""
-    *rows, outer = products.linear_axes(axis_map, node)
-    ax.block(axis_map.contractions.pop(node), f"{called(node)} contracts it and adds a bias")
-    count, *_, size = shape_of(node)
-    section, own = regroup(node, [outer], (count, size), "takes it apart")
-    ax.block(section, f"{called(node)} takes it apart")
-    return (section, *rows, own)
-
-
 def _added_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """What is added to must be a partial sum, and so must the product: of one and a whole matrix, or as others are."""
     total, x, weight = (proof.read(given, placements) for given in node.args[:3])
@@ -188,7 +178,6 @@ _SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=_ANY)
 _COPIED = OperatorRules(placed=_copied_placed, work=multiply, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
-    kernels.split_linear: replace(products.PRODUCT, axes=_split_axes, order=products.rows_order),
     **dict.fromkeys((kernels.linear, kernels.linear_gelu), products.PRODUCT),
     kernels.add_linear: replace(products.PRODUCT, of_partial=_added_partial),
     kernels.quantized_linear: OperatorRules(

@@ -132,15 +132,7 @@ def place_product(product: MatrixProduct, placements: proof.Placements) -> AxisP
     factors = [pair for pair in aligned if pair[1] is not proof.WHOLE]
     bias = product.bias
     terms = [(bias, proof.aligned(bias, result, placements))] if isinstance(bias, fx.Node) else []
-    placement = proof.merge([*factors, *terms], result)
-    if product.sections is None or placement.dim != last:
-        return placement
-    # The outputs may be divided within each of the sections, alike in all.
-    columns, size = replace(placement, dim=1 - product.contracted), result[-1]
-    first, *rest = (proof.take(weight, columns, section * size, size) for section in range(result[0]))
-    if any(other != first for other in rest):
-        return proof.UNKNOWN
-    return first if first.dim is None else replace(first, dim=last)
+    return proof.merge([*factors, *terms], result)
 
 
 def _check_summed(product: MatrixProduct, left: AxisPlacement, right: AxisPlacement) -> None:

@@ -66,8 +66,7 @@ def _read(f: fx.Node, trained: Container[fx.Node]) -> tuple[list[MatrixProduct],
         found.append(reader)
     if not any(reader.weight in trained for reader in found):
         return [], "with weights that are frozen"
-    mixed = len({r.transposed for r in found}) > 1 or any(r.sections is not None for r in found)
-    if len(found) > 1 and mixed:
+    if len({reader.transposed for reader in found}) > 1:
         return [], f"read by linears of several kinds, {called(found[0].node)}"
     if len({info(reader.node).recompute for reader in found}) > 1:
         return [], "read inside and outside of what is recomputed"
@@ -105,9 +104,6 @@ def _without_gelu(reader: MatrixProduct) -> fx.Node:
 def _single(rank: Any, x: Any, reader: MatrixProduct) -> Call:
     """Return the operator for one reader."""
     args, node = (rank, x, *reader.parameters), reader.node
-    if reader.sections is not None:
-        args = (rank, x, reader.weight, reader.bias, reader.sections)
-        return Call(collectives.copied_split_linear, args, node, reader.options)
     if node.target is kernels.linear_gelu:
         return Call(collectives.copied_linear_gelu, args, node, _approximation(reader) | reader.options)
     return Call(collectives.copied_linear, args, node, reader.options)

@@ -16,7 +16,7 @@ from autoptd.runtime.kernels.class_scores import clear_padding, maximum, nll_los
 from autoptd.runtime.kernels.fused_attention import grouped_attention, packed_attention
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
 from autoptd.runtime.kernels.keyed_uniform import uniform
-from autoptd.runtime.kernels.linear import add_linear, linear, split_linear
+from autoptd.runtime.kernels.linear import add_linear, linear
 from autoptd.runtime.kernels.masked_softmax import scaled_softmax
 from autoptd.runtime.kernels.quantized_linear import quantized_linear
 from autoptd.runtime.kernels.residual_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -27,4 +27,4 @@ __all__ = ["add_layer_norm", "add_linear", "add_rms_norm", "autograd_function", 
 __all__ += ["bias_gelu", "clear_padding", "cross_entropy", "dropout", "embedding", "gated_product"]
 __all__ += ["grouped_attention", "layer_norm", "linear", "linear_gelu", "logsumexp", "lookup", "maximum"]
 __all__ += ["nll_loss", "one_hot", "packed_attention", "pick", "quantized_linear", "rms_norm"]
-__all__ += ["rotary_embedding", "scaled_softmax", "split_linear", "uniform"]
+__all__ += ["rotary_embedding", "scaled_softmax", "uniform"]

@@ -37,15 +37,6 @@ def add_linear(total: Tensor, x: Tensor, weight: Tensor, scale: float = 1.0, tra
     return multiply(None, AddedLinear(transposed, scale), x, [weight], [total])[0]
 
 
-def split_linear(x: Tensor, weight: Tensor, bias: Operand, sections: int, transposed: bool = False) -> Tensor:
-    """Compute ``linear(x, weight, bias)`` in `sections` equal parts: [sections, .., out / sections].
-
-    A packed query, key and value then need no copy to be read head by head. `weight` is [out, in], or [in, out] where
-    `transposed`. One batched product, on a CPU one for each part; no concatenation in the backward.
-    """
-    return multiply(None, SplitLinear(transposed, sections=sections), x, [weight], [bias])[0]
-
-
 def multiply(
     rank: Rank | None, product: Linear, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Operand]
 ) -> tuple[Tensor, ...]:
@@ -61,10 +52,11 @@ class Linear:
     scale: float = 1.0
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Operand) -> Tensor:
-        return functional.linear(x, weight.t() if self.transposed else weight, bias)
+        return functional.linear(x, self.turn(weight), bias)
 
-    def terms(self, gradient: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [(_rows(gradient), weight.t() if self.transposed else weight)]
+    def turn(self, weight: Tensor) -> Tensor:
+        """Return the weight as [out, in]."""
+        return weight.t() if self.transposed else weight
 
     def differentiate_weight(self, own: Operand, gradient: Tensor, x: Tensor) -> Operand:
         """Return the gradient of the weight, laid out as it is; None where it was added to the weight's `own` sum."""
@@ -84,48 +76,10 @@ class AddedLinear(Linear):
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Operand) -> Tensor:
         assert bias is not None
-        turned = weight if self.transposed else weight.t()
-        return torch.addmm(_rows(bias), _rows(x), turned, alpha=self.scale).view(bias.shape)
+        return torch.addmm(_rows(bias), _rows(x), self.turn(weight).t(), alpha=self.scale).view(bias.shape)
 
     def differentiate_bias(self, gradient: Tensor) -> Tensor:
         return gradient
-
-
-@dataclass(frozen=True)
-class SplitLinear(Linear):
-    """The products of a `split_linear` in `sections`, forward and for each gradient."""
-
-    sections: int = 1
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Operand) -> Tensor:
-        parts = self._parts(weight)
-        biases = None if bias is None else bias.view(self.sections, 1, parts.shape[-1])
-        made = _multiply_each(_rows(x).expand(self.sections, -1, -1), parts, biases)
-        return made.view(self.sections, *x.shape[:-1], parts.shape[-1])
-
-    def terms(self, gradient: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of matrices, one per section, whose products add up to the gradient of x's rows."""
-        return list(zip(self._split(gradient), self._parts(weight).transpose(1, 2), strict=True))
-
-    def differentiate_weight(self, own: Operand, gradient: Tensor, x: Tensor) -> Operand:
-        rows, parts = _rows(x), self._split(gradient)
-        if own is not None:
-            for part, columns in zip(self._parts(own), parts, strict=True):
-                add_product(part, rows.t(), columns)
-            return None
-        made = _multiply_each(parts.transpose(1, 2), rows.expand(self.sections, -1, -1)).view(-1, x.shape[-1])
-        return made.t() if self.transposed else made
-
-    def differentiate_bias(self, gradient: Tensor) -> Tensor:
-        return self._split(gradient).sum(1).view(-1)
-
-    def _parts(self, weight: Tensor) -> Tensor:
-        """Return the weight as a view [sections, in, out / sections]."""
-        turned = weight.t() if self.transposed else weight
-        return turned.view(self.sections, -1, turned.shape[1]).transpose(1, 2)
-
-    def _split(self, gradient: Tensor) -> Tensor:
-        return gradient.reshape(self.sections, -1, gradient.shape[-1])
 
 
 def add_product(own: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
@@ -136,19 +90,6 @@ def add_product(own: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) ->
 def _multiply(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Return ``scale * left @ right``; what is added to has no elements that count."""
     return left @ right if scale == 1 else torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
-
-
-def _multiply_each(left: Tensor, right: Tensor, added: Operand = None) -> Tensor:
-    """Multiply in a batch, on a CPU one after another: of a batch of three, one of two threads would get two."""
-    if left.device.type != "cpu":
-        return torch.bmm(left, right) if added is None else torch.baddbmm(added, left, right)
-    made = left.new_empty((len(left), left.shape[1], right.shape[2]))
-    for index, out in enumerate(made):
-        if added is None:
-            torch.mm(left[index], right[index], out=out)
-        else:
-            torch.addmm(added[index], left[index], right[index], out=out)
-    return made
 
 
 class _Products(torch.autograd.Function):
@@ -174,8 +115,7 @@ class _Products(torch.autograd.Function):
         own, *wanted = ctx.needs_input_grad[2:]
         posted = begin = of_x = None
         if own:
-            pairs = zip(gradients, weights, strict=True)
-            (left, right), *rest = (term for pair in pairs for term in product.terms(*pair))
+            (left, right), *rest = zip(map(_rows, gradients), map(product.turn, weights), strict=True)
             total = _multiply(left, right, product.scale)
             for left, right in rest:
                 total.addmm_(left, right, alpha=product.scale)

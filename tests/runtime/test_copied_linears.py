@@ -27,8 +27,6 @@ def joined(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence
     (weight, bias) = weights[0], biases[0]
     if form == "gelu":
         return collectives.copied_linear_gelu(rank, x, weight, bias, "tanh", transposed)
-    if form == "split":
-        return collectives.copied_split_linear(rank, x, weight, bias, 2, transposed)
     return collectives.copied_linear(rank, x, weight, bias, transposed)
 
 
@@ -37,8 +35,6 @@ def apart(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence[
     (weight, bias) = weights[0], biases[0]
     if form == "gelu":
         return kernels.linear_gelu(f, weight, bias, "tanh", transposed)
-    if form == "split":
-        return kernels.split_linear(f, weight, bias, 2, transposed)
     turned = [w.t() if transposed else w for w in weights]
     made = tuple(aten.linear(f, *pair) for pair in zip(turned, biases, strict=True))
     return made if form == "several" else made[0]
@@ -74,8 +70,6 @@ FORMS = [
     ("several", True, True),
     ("gelu", False, True),
     ("gelu", True, True),
-    ("split", False, True),
-    ("split", True, False),
 ]
 
 
@@ -150,7 +144,6 @@ class Products(TorchDispatchMode):
         ("linear", ["mm", "post", "mm", "sum", "wait"]),
         ("several", ["mm", "addmm", "post", "mm", "mm", "sum", "wait"]),
         ("gelu", ["mm", "post", "mm", "sum", "wait"]),
-        ("split", ["mm", "addmm", "post", "mm", "mm", "sum", "wait"]),
     ],
 )
 def test_the_sum_runs_beside_the_gradients_of_weights(form: str, expected: list[str]) -> None:

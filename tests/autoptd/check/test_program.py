@@ -98,16 +98,21 @@ def twice(name: str) -> Change:
 
 
 def apart(name: str, change: Change) -> Change:
-    """A linear that reads f and f by itself again, before `change`."""
+    """The linears that read f, and f, by themselves again, before `change`."""
 
     def apply(graph: fx.Graph) -> None:
         node = named(graph, name)
-        rank, x, *rest = node.args
-        assert isinstance(x, fx.Node)
+        args: tuple[Any, ...] = node.args
+        rank, x, *rest = args
         with graph.inserting_after(x):
             copy = graph.create_node("call_function", F, (rank, x), {}, f"{x.name}_f")
         copy.meta = dict(x.meta)
-        node.target, node.args = PLAIN[node.target], (copy, *rest)
+        if node.target is collectives.copied_linears:
+            for result, weight, bias in zip(list(node.users), *rest, strict=True):
+                result.target, result.args = aten.linear.default, (copy, weight, bias)
+            graph.erase_node(node)
+        else:
+            node.target, node.args = PLAIN[node.target], (copy, *rest)
         change(graph)
 
     return apply
@@ -116,7 +121,6 @@ def apart(name: str, change: Change) -> Change:
 PLAIN: Mapping[Any, Any] = {
     collectives.copied_linear: aten.linear.default,
     collectives.copied_linear_gelu: kernels.linear_gelu,
-    collectives.copied_split_linear: kernels.split_linear,
 }
 
 
@@ -225,10 +229,10 @@ COLLECTIVES = [
         "all-reduce: expected collectives.reduce_from_tensor(rank, h0_attn_c_proj)",
     ),
     (
-        apart("h0_attn_c_attn", without("h0_ln1_f")),
+        apart("h0_attn_split_0_together", without("h0_ln1_f")),
         "stage 0: h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1 as it is, so "
         "that each tensor rank has one term of the gradient only, up to h.0.ln_1.bias, a parameter whose "
-        "placement has no partial gradient: expected h0_attn_c_attn to read collectives.copy_to_tensor(rank, h0_ln1)",
+        "placement has no partial gradient: expected h0_attn_split_0 to read collectives.copy_to_tensor(rank, h0_ln1)",
     ),
     (
         twice("h0_attn_c_proj_g"),
@@ -237,7 +241,7 @@ COLLECTIVES = [
         "reduce_from_tensor out",
     ),
     (
-        apart("h0_attn_c_attn", twice("h0_ln1_f")),
+        apart("h0_attn_split_0_together", twice("h0_ln1_f")),
         "stage 0: h.0.ln_1 (gpt.py:N) all-reduces a gradient that is whole on every tensor "
         "rank, and so multiplies it by their number: only divided operators may read it; leave this "
         "copy_to_tensor out",
@@ -248,10 +252,10 @@ COLLECTIVES = [
         "expected collectives.reduce_from_tensor(rank, wte)",
     ),
     (
-        apart("h0_attn_c_attn", reading("h0_add", 1, "h0_ln1_f")),
+        apart("h0_attn_split_0_together", reading("h0_add", 1, "h0_ln1_f")),
         "stage 0: h.0.attn.c_attn (gpt.py:N) is divided and reads h0_ln1_f as it is, so "
         "that each tensor rank has one term of the gradient only, up to h.0.ln_1 (gpt.py:N), "
-        "which has a whole gradient from h.0.ln_2 (gpt.py:N): expected h0_attn_c_attn to read "
+        "which has a whole gradient from h.0.ln_2 (gpt.py:N): expected h0_attn_split_0 to read "
         "collectives.copy_to_tensor(rank, h0_ln1_f)",
     ),
     (
