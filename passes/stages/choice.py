@@ -16,9 +16,9 @@ from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold
 from autoptd.passes.stages.solver import Cut, cut_sequence
 from autoptd.runtime.program.schedule import COMPUTING, Kind, make_schedule
 
-# The ceiling of stages and the effort of `cut_sequence` for each candidate: the dynamic programme's even cut; balanced
-# ranks of stages about as even; and of any stages, as beside a heavy head, whose step is short only after moves.
-SEARCHES: tuple[tuple[float | None, float], ...] = ((1.0, 0.0), (1.0, 0.4), (None, 0.4))
+# The effort of `cut_sequence` for each candidate: the dynamic programme's cut, and balanced ranks of stages as even.
+# Ranks of any stages, which CP-SAT balances best, wait for each other: their steps are longer.
+EFFORTS = (0.0, 0.4)
 STRIDES = (1, 2, 4, 8, 16, 32)  # places that a cut is moved by
 WALKED = 100_000  # actions that are simulated to move the cuts, however many moves are tried at once
 
@@ -93,46 +93,34 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Choice:
-    """A cut, its step in nanoseconds (0 where none was simulated), and the candidate with the least slowest rank."""
+    """A cut, and its step in nanoseconds (0 where none was simulated)."""
 
     cut: Cut
     step: int
-    lightest: Cut
-    lightest_step: int
 
     def __str__(self) -> str:
-        if not self.step:
-            return self.cut.method
-        text = f"{self.cut.method}, chosen by its step"
-        if self.lightest.bottleneck >= self.cut.bottleneck:
-            return text
-        lighter = 1 - self.lightest.bottleneck / self.cut.bottleneck
-        longer = self.lightest_step / self.step - 1
-        return f"{text}: one with a slowest rank {lighter:.1%} lighter takes {longer:.1%} longer"
+        return f"{self.cut.method}, chosen by its step" if self.step else self.cut.method
 
 
 def choose_cut(pipeline: Pipeline, memory: Memory | None) -> Choice:
     """Return the cut whose simulated step is shortest, among those that fit in memory if any does.
 
     With one chunk per rank it is the cut with the fastest slowest rank, which a dynamic programme finds. With several,
-    the cut of each of the `SEARCHES` is moved as long as its step becomes shorter, and the best is taken. Raises
+    the cut of each of the `EFFORTS` is moved as long as its step becomes shorter, and the best is taken. Raises
     ValueError for more stages than units (see `cut_sequence`).
     """
     rows, p, v = (pipeline.times.costs, pipeline.times.boundary_costs), pipeline.p, pipeline.v
     found: dict[tuple[int, ...], Cut] = {}
-    for ceiling, effort in SEARCHES[: 1 if v == 1 else 3 if pipeline.moves else 2]:
-        search: Any = {"stage_ceiling": ceiling, "effort": effort}
-        cut = cut_sequence(*rows, memory, num_stages=p * v, num_pipeline_ranks=p, **search)
+    for effort in EFFORTS[: 1 if v == 1 else 2]:
+        cut = cut_sequence(*rows, memory, num_stages=p * v, num_pipeline_ranks=p, effort=effort)
         found.setdefault(cut.positions, cut)
     fitting = [cut for cut in found.values() if not cut.overflow] or list(found.values())
     if v == 1 or p == 1:
-        return Choice(fitting[0], 0, fitting[0], 0)
+        return Choice(fitting[0], 0)
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
-    lightest = min(range(len(fitting)), key=lambda i: (fitting[i].bottleneck, steps[i]))
     sequence = fold(*rows, None if fitting[0].overflow else memory, p * v, p)
     moved = [_move(cut, step, pipeline, sequence) for cut, step in zip(fitting, steps, strict=True)]
-    cut, step = min(moved, key=lambda found: (found[1], found[0].bottleneck))
-    return Choice(cut, step, fitting[lightest], steps[lightest])
+    return Choice(*min(moved, key=lambda found: (found[1], found[0].bottleneck)))
 
 
 def _move(cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence) -> tuple[Cut, int]:
@@ -140,21 +128,18 @@ def _move(cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence) -> tu
     here = np.searchsorted(sequence.places, [0, *cut.positions, sequence.places[-1]])
     kept = undominated(sequence, here)
     places, here = sequence.take(kept), np.searchsorted(kept, here)
-    before, stopped = step, ", as far as its limit"
-    if not pipeline.moves:
-        return replace(cut, method=f"{cut.method}, too long to move"), step
+    before = step
     for _ in range(pipeline.moves):
         moves = _neighbours(places, here)
         steps = pipeline.of_cuts(places.places[moves[:, 1:-1]])
         order = np.argsort(steps, kind="stable").tolist()  # the cut itself is among them
         index = next(i for i in order if steps[i] >= step or places.fits(moves[i]))
         if steps[index] >= step:
-            stopped = ""
             break
         here, step = moves[index], int(steps[index])
     if step == before:
         return cut, step
-    moved = Cut.of(places, here, cut.lower_bound, f"{cut.method}, then moved{stopped}")
+    moved = Cut.of(places, here, cut.lower_bound, f"{cut.method}, then moved")
     return replace(moved, overflow=cut.overflow), step
 
 

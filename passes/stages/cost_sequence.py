@@ -144,13 +144,13 @@ def undominated(sequence: CostSequence, kept: Ints) -> Ints:
     return np.flatnonzero(keep)
 
 
-def place_cuts(sequence: CostSequence, limit: int | Ints, room: int | Ints = UNLIMITED) -> Ints | None:
-    """Return a cut whose stages each cost at most their `limit` and hold at most their `room`; None if there is none.
+def place_cuts(sequence: CostSequence, limit: int, room: int | Ints = UNLIMITED) -> Ints | None:
+    """Return a cut whose stages each cost at most `limit` and hold at most their `room`; None if there is none.
 
-    Both may be one for all stages, and the shares are nearly equal. Walks the stages and keeps every place where the
-    next may start: a stage can end at e if some reached place a before it has ``start[a] >= end[e] - limit``.
+    The shares are nearly equal. Walks the stages and keeps every place where the next may start: a stage can end at e
+    if some reached place a before it has ``start[a] >= end[e] - limit``.
     """
-    limits, rooms = (np.broadcast_to(most, sequence.num_stages) for most in (limit, room))
+    rooms = np.broadcast_to(room, sequence.num_stages)
     start, end, before = sequence.start, sequence.end, sequence.before
     layers = [np.where(np.arange(len(start)) == 0, start, UNREACHED)]
     floors = []
@@ -158,7 +158,7 @@ def place_cuts(sequence: CostSequence, limit: int | Ints, room: int | Ints = UNL
         held = sequence.held(int(sequence.in_flight[:, stage].max()))
         floor = np.minimum(np.searchsorted(held, held - rooms[stage], "left"), before)
         best = _range_max(layers[-1], floor, before)
-        layers.append(np.where((best > UNREACHED) & (end - limits[stage] <= best), start, UNREACHED))
+        layers.append(np.where((best > UNREACHED) & (end - limit <= best), start, UNREACHED))
         floors.append(floor)
         if layers[-1].max() == UNREACHED:
             return None
@@ -168,7 +168,7 @@ def place_cuts(sequence: CostSequence, limit: int | Ints, room: int | Ints = UNL
     cut[-1] = here = len(start) - 1
     work = (start + end) // 2
     for stage in range(sequence.num_stages - 1, 0, -1):
-        floor, least = floors[stage][here], max(int(end[here] - limits[stage]), UNREACHED + 1)
+        floor, least = floors[stage][here], max(int(end[here]) - limit, UNREACHED + 1)
         usable = floor + np.flatnonzero(layers[stage][floor : before[here]] >= least)
         share = int(work[-1]) * stage // sequence.num_stages
         cut[stage] = here = int(usable[np.argmin(np.abs(work[usable] - share))])
@@ -193,34 +193,6 @@ def minimize_slowest_stage(sequence: CostSequence, room: int | Ints = UNLIMITED)
         else:
             found, high = better, int(sequence.stage_costs(better).max())
     return found
-
-
-def minimize_slowest_rank(sequence: CostSequence, start: Ints) -> Ints:
-    """Return a cut whose slowest *rank* costs less than that of `start`, by bisection, or `start` if there is none.
-
-    A rank's time is divided evenly over its stages, but no stage gets less than its largest unit, and the slowest none
-    less than it has: `start` has the least possible one, such as a heavy head, beside which others become small.
-    """
-    units = np.maximum.reduceat(np.diff(sequence.start + sequence.end) // 2, start[:-1])
-    costs = sequence.stage_costs(start)
-    floors = np.where(costs == costs.max(), costs, units).reshape(-1, sequence.num_ranks)
-    found, low, high = start, int(floors.sum(0).max()), sequence.bottleneck(start)
-    while low < high:
-        middle = (low + high) // 2
-        better = place_cuts(sequence, _divide_time(floors, middle))
-        if better is None:
-            low = middle + 1
-        else:
-            found, high = better, sequence.bottleneck(better)
-    return found
-
-
-def _divide_time(floors: Ints, time: int) -> Ints:
-    """Return the limit of every stage where each rank has `time` in all: one level a rank, but at least its floors."""
-    larger = floors.sum(0) - np.sort(floors, axis=0).cumsum(0)  # the floors above each, all together
-    level = ((time - larger) // np.arange(1, len(floors) + 1)[:, None]).min(0)
-    limits: Ints = np.maximum(floors, level).reshape(-1)
-    return limits
 
 
 def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Ints, room: Ints) -> Ints:

@@ -91,8 +91,6 @@ def cut_sequence(
         cut, method = start, "dynamic programme"
     else:
         ceiling = UNLIMITED if stage_ceiling is None else int(slowest * stage_ceiling)
-        shared = cost_sequence.minimize_slowest_rank(sequence, start) if stage_ceiling is None else start
-        start = shared if sequence.fits(shared) else start
         cut, bound, method = _improve(sequence, start, ceiling, bound, effort)
     if not sequence.fits(cut):
         size: Any = {"num_stages": num_stages, "num_pipeline_ranks": num_pipeline_ranks}
