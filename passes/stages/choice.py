@@ -16,9 +16,9 @@ from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold
 from autoptd.passes.stages.solver import Cut, cut_sequence
 from autoptd.runtime.program.schedule import COMPUTING, Kind, make_schedule
 
-# The effort of `cut_sequence` for each candidate: the dynamic programme's cut, and balanced ranks of stages as even.
-# Ranks of any stages, which CP-SAT balances best, wait for each other: their steps are longer.
-EFFORTS = (0.0, 0.4)
+# The ceiling of stages and the effort of `cut_sequence` for each candidate: the dynamic programme's even cut; balanced
+# ranks of stages about as even; and of any stages, as on a slow network, whose step is often short only after moves.
+SEARCHES: tuple[tuple[float | None, float], ...] = ((1.0, 0.0), (1.0, 0.4), (None, 0.4))
 STRIDES = (1, 2, 4, 8, 16, 32)  # places that a cut is moved by
 WALKED = 100_000  # actions that are simulated to move the cuts, however many moves are tried at once
 
@@ -106,13 +106,14 @@ def choose_cut(pipeline: Pipeline, memory: Memory | None) -> Choice:
     """Return the cut whose simulated step is shortest, among those that fit in memory if any does.
 
     With one chunk per rank it is the cut with the fastest slowest rank, which a dynamic programme finds. With several,
-    the cut of each of the `EFFORTS` is moved as long as its step becomes shorter, and the best is taken. Raises
+    the cut of each of the `SEARCHES` is moved as long as its step becomes shorter, and the best is taken. Raises
     ValueError for more stages than units (see `cut_sequence`).
     """
     rows, p, v = (pipeline.times.costs, pipeline.times.boundary_costs), pipeline.p, pipeline.v
     found: dict[tuple[int, ...], Cut] = {}
-    for effort in EFFORTS[: 1 if v == 1 else 2]:
-        cut = cut_sequence(*rows, memory, num_stages=p * v, num_pipeline_ranks=p, effort=effort)
+    for ceiling, effort in SEARCHES[: 1 if v == 1 else 3 if pipeline.moves else 2]:
+        search: Any = {"stage_ceiling": ceiling, "effort": effort}
+        cut = cut_sequence(*rows, memory, num_stages=p * v, num_pipeline_ranks=p, **search)
         found.setdefault(cut.positions, cut)
     fitting = [cut for cut in found.values() if not cut.overflow] or list(found.values())
     if v == 1 or p == 1:

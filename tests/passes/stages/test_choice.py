@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autoptd.passes.cost.schedule_times import ActionTimes, live_microbatches, walk, walking_order
-from autoptd.passes.stages.choice import EFFORTS, Choice, ItemTimes, Pipeline, choose_cut
+from autoptd.passes.stages.choice import SEARCHES, Choice, ItemTimes, Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
 from autoptd.passes.stages.solver import cut_sequence
 from autoptd.runtime.program.schedule import Kind, make_schedule
@@ -76,9 +76,9 @@ def test_a_long_step_goes_on_as_its_middle(head: int, v: int) -> None:
 def test_no_candidate_has_a_shorter_step(head: int, p: int, v: int) -> None:
     times, m = make_times(14, head), 4 * p
     choice = choose(times, p, v, m)
-    for effort in EFFORTS:
+    for ceiling, effort in SEARCHES:
         options: Any = {"num_stages": p * v, "num_pipeline_ranks": p}
-        cut = cut_sequence(times.costs, times.boundary_costs, effort=effort, **options)
+        cut = cut_sequence(times.costs, times.boundary_costs, stage_ceiling=ceiling, effort=effort, **options)
         assert choice.step <= walk_cut(times, cut.positions, "interleaved_1f1b", p, m, v)
     assert choice.step == walk_cut(times, choice.cut.positions, "interleaved_1f1b", p, m, v)
     tolls = [times.boundary_costs[at] or 0 for at in choice.cut.positions]
