@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
-from math import inf
 
 import torch
 import torch.distributed as dist
@@ -24,15 +23,13 @@ class ThreadChannel:
         self.arrived: dict[int, Tensor] = {}
         self._sent, self._received = count(), count()
 
-    def send(self, x: Tensor) -> int:
+    def send(self, x: Tensor) -> None:
         with self.world.condition:
-            number = next(self._sent)
             # A copy, since a receiver in another process would have memory of its own too.
-            self.arrived[number] = x.detach().clone()
+            self.arrived[next(self._sent)] = x.detach().clone()
             self.world.condition.notify_all()
-        return number
 
-    def release(self, number: float = inf) -> None:
+    def release(self) -> None:
         """Do nothing: a receiver has a copy."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
@@ -60,25 +57,23 @@ class ProcessChannel:
         self.source = source
         self.destination = destination
         self.group = group
-        self._numbers = count()
-        self._sent: deque[tuple[int, dist.Work, Tensor]] = deque()
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, x: Tensor) -> int:
-        """Post `x`, which must not be changed before it is released; return its number on the channel."""
-        x, number = x.detach().contiguous(), next(self._numbers)
+    def send(self, x: Tensor) -> None:
+        """Post `x`, which must not be changed before it is released."""
+        x = x.detach().contiguous()
         work = dist.isend(x, self.destination, self.group)
         assert work is not None  # as for a process outside of the group
-        self._sent.append((number, work, x))
+        self._sent.append((work, x))
         # Free what has left only after posting `x`, which the receiver may be waiting for. (Gloo reports a send as
-        # complete only to `wait`, which `release` calls.)
-        while len(self._sent) > 1 and self._sent[0][1].is_completed():
+        # complete only to `wait`, so that on a CPU all are held until `release`.)
+        while len(self._sent) > 1 and self._sent[0][0].is_completed():
             self._sent.popleft()
-        return number
 
-    def release(self, number: float = inf) -> None:
-        """Wait until the tensors sent up to `number` have left, or all at the end of a step; let go of them."""
-        while self._sent and self._sent[0][0] <= number:
-            self._sent.popleft()[1].wait()
+    def release(self) -> None:
+        """Wait until all tensors sent have left, at the end of a step; let go of them."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Posted[Tensor]:
         """Post the receive of the next tensor of the channel."""

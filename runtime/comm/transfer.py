@@ -8,8 +8,8 @@ A stage puts its outputs into a `SendBuffer` and takes its inputs from a `RecvBu
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.comm.point_to_point import Channel
 from autoptd.runtime.program.manifest import Boundary
-from autoptd.runtime.program.schedule import Action, Schedule
 
 
 def is_scattered(boundary: Boundary, tensor: int, scatter_gather: bool) -> bool:
@@ -50,12 +49,8 @@ class SendBuffer:
 
     def __post_init__(self) -> None:
         self._held: dict[int, Sequence[Tensor]] = {}
-        self._last: dict[int, int] = {}  # number of each microbatch's last message
         self.put = self._held.__setitem__
-
-    def clear(self) -> None:
-        self._held.clear()
-        self._last.clear()
+        self.clear = self._held.clear
 
     def send(self, microbatch: int) -> None:
         """Post the tensors of `microbatch`; never wait."""
@@ -68,29 +63,19 @@ class SendBuffer:
             piece = tensor.contiguous()
             if is_scattered(boundary, self.tensor.size, self.scatter_gather):
                 piece = piece.view(self.tensor.size, -1)[self.tensor.index]
-            self._last[microbatch] = self.channel.send(piece)
+            self.channel.send(piece)
             self.sent[self.label] += piece.numel()
-
-    def release(self, microbatch: int) -> None:
-        """Release the tensors of `microbatch`, which has arrived, and all that were sent before it over the channel."""
-        if microbatch in self._last:  # not without boundary tensors, or in a step without backwards
-            self.channel.release(self._last[microbatch])
 
 
 @dataclass(eq=False)
 class RecvBuffer:
-    """The receiving end of one direction of a stage boundary.
-
-    `acknowledge` maps a microbatch to a function to call when its tensors have arrived, which proves that earlier
-    messages of this rank have arrived too.
-    """
+    """The receiving end of one direction of a stage boundary."""
 
     boundaries: Sequence[Boundary]
     channel: Channel
     tensor: Group
     scatter_gather: bool
     device: torch.device
-    acknowledge: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._scattered = [is_scattered(b, self.tensor.size, self.scatter_gather) for b in self.boundaries]
@@ -113,27 +98,4 @@ class RecvBuffer:
             if scattered:
                 piece = torch.cat(self.tensor.all_gather(piece)).view(boundary.shape)
             tensors.append(piece)
-        if tensors and microbatch in self.acknowledge:  # no tensor proves nothing
-            self.acknowledge[microbatch]()
         return tensors
-
-
-def find_acknowledged(schedule: Schedule, rank: int) -> Mapping[Action, Action]:
-    """Return, for receives of pipeline rank `rank`, the last of its sends that the sender had used before it sent.
-
-    A channel keeps its order, so everything sent earlier over the same channel has arrived too. This also holds in a
-    step of forwards only, where three ranks or more acknowledge nothing.
-    """
-    place = {action: number for number, action in enumerate(schedule[rank])}
-    p = len(schedule)
-    found = {}
-    for peer in {(rank - 1) % p, (rank + 1) % p} - {rank}:
-        last = None
-        for action in schedule[peer]:
-            if action.kind.computes:
-                used = action.receive.counterpart
-                if used in place and (last is None or place[used] > place[last]):
-                    last = used
-            elif last is not None and action.kind.sends and action.counterpart in place:
-                found[action.counterpart] = last
-    return found

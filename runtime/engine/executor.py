@@ -1,7 +1,7 @@
 """Run one training step of this rank: a loop over the actions of its schedule.
 
-A stage keeps the microbatches in flight in its slots. Sends are posted, and waited for when their value is known to
-have arrived, or at the end of the step; a receive is waited for by the forward or backward that needs its value.
+A stage keeps the microbatches in flight in its slots. Sends are posted, and waited for at the end of the step; a
+receive is waited for by the forward or backward that needs its value.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from torch import Tensor
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.comm.timings import Measured
-from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer, find_acknowledged
+from autoptd.runtime.comm.transfer import LocalBoundary, RecvBuffer, SendBuffer
 from autoptd.runtime.engine.captures import Captures
 from autoptd.runtime.engine.graphs import GraphSlot
 from autoptd.runtime.engine.slot import Slot, StageCall, Weights
@@ -166,10 +166,6 @@ class Executor:
         self.captures = Captures(connection.rank, connection.world, graphed)
         for boundary in range(len(self.manifest.stages) - 1):
             self._join(boundary)
-        for receive, sent in find_acknowledged(program.schedule, here).items():
-            arrival, departure = self._buffer(receive), self._buffer(sent)
-            if isinstance(arrival, RecvBuffer) and isinstance(departure, SendBuffer):
-                arrival.acknowledge[receive.microbatch] = partial(departure.release, sent.microbatch)
         self._steps = [(action, self._step(action)) for action in program.schedule[here]]
         self._forward_steps = [step for step in self._steps if step[0].kind.compute is Kind.FORWARD]
 
@@ -190,14 +186,10 @@ class Executor:
                 receiver.takes[kind.receive] = RecvBuffer(values, channel, *shared, self._device)
             values = [value for value in values if value.requires_grad]  # only these have gradients
 
-    def _buffer(self, action: Action) -> Buffer | None:
-        """Return the buffer that `action` sends from or receives into; None where the stage or boundary is not here."""
-        stage = self.stages.get(action.stage)
-        return None if stage is None else stage.takes.get(action.kind) or stage.puts.get(action.kind)
-
     def _step(self, action: Action) -> Callable[[], None]:
         """Return the call that runs `action`, with everything looked up."""
-        stage, buffer = self.stages.get(action.stage), self._buffer(action)
+        stage = self.stages.get(action.stage)
+        buffer = None if stage is None else stage.takes.get(action.kind) or stage.puts.get(action.kind)
         run: Callable[[int], None] | None = None
         if stage is not None and action.kind.computes:
             run = stage.forward if action.kind is Kind.FORWARD else stage.backward

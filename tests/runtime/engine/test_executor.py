@@ -175,3 +175,22 @@ def test_sent_output_that_no_operator_saved_is_freed() -> None:
     chain.functions[0] = watched
     run_threads(chain.manifest, lambda connection: step(chain, connection))
     assert alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("name", "p", "v"), [("gpipe", 2, 2), ("1f1b", 3, 1), ("interleaved_1f1b", 3, 2)])
+def test_evaluation_between_training_steps_changes_nothing(name: str, p: int, v: int) -> None:
+    chain = Chain((1, p, 1), name, v, 2 * p)
+
+    def body(rank: int) -> list[tuple[float, float]]:
+        connection = connect(chain.manifest, CPU, "same")
+        parallel, batch, found = chain.parallel(connection), chain.batch(), []
+        for _ in range(3):
+            with torch.no_grad():
+                evaluated = parallel(**batch)["loss"].item()
+            loss = parallel(**batch)["loss"]
+            loss.backward()
+            found.append((evaluated, loss.item()))
+        return found
+
+    for found in run_ranks(body, p):
+        assert len({loss for pair in found for loss in pair}) == 1
