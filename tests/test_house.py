@@ -79,7 +79,7 @@ IMPORTS = {
         "compiler": "capture compiled description gc_pause input_shapes loss options "
                     "pass_list planning progress simulate text versions weights",
         "description": "capture loss",
-        "difference": "compiled planning",
+        "difference": "compiled planning text",
         "gc_pause": "",
         "input_shapes": "capture check",
         "loading": "check compiled description input_shapes text",
