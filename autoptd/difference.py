@@ -1,7 +1,6 @@
 """Compare two plans or programs."""
 
 from difflib import unified_diff
-from itertools import chain
 
 from autoptd.compiled import CompiledProgram
 from autoptd.planning.plan import Plan
@@ -21,8 +20,11 @@ def diff(a: Plan | CompiledProgram, b: Plan | CompiledProgram) -> str:
             "plan to compare it with a program"
         )
     one, other = _describe(a), _describe(b)
-    pairs = ((name, one.get(name, []), other.get(name, [])) for name in one | other)
-    return "\n".join(chain.from_iterable(unified_diff(*own, name, name, n=0, lineterm="") for name, *own in pairs))
+    return "\n".join(
+        line
+        for name in one | other
+        for line in unified_diff(one.get(name, []), other.get(name, []), name, name, n=0, lineterm="")
+    )
 
 
 def _describe(given: Plan | CompiledProgram) -> dict[str, list[str]]:

@@ -1,8 +1,7 @@
 """What the loss counts: its labels, its classes, and whether the losses of microbatches may be averaged."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -174,8 +173,9 @@ def _move(source: fx.Node, target: fx.Node, numbers: Tensor) -> Tensor | None:
     return judge.value(target)  # type: ignore[no-any-return]
 
 
-# Losses whose mean over microbatches differs from the loss of the whole batch. The graph tells sums and means over an
-# unknown number of labels; of any other loss `verify` compares two microbatches with the plain model.
+# Losses whose mean over microbatches differs from the loss of the whole batch. The graph tells sums of cross-entropies,
+# contrasts, and means over an unknown number of labels; of any other loss `verify` compares two microbatches with the
+# plain model.
 
 
 def describe_means(program: Program, divided: Program) -> Iterator[str]:
@@ -236,57 +236,9 @@ def find_contrast(program: Program) -> fx.Node | None:
 
 
 def is_sum(program: Program) -> bool:
-    """Return whether the loss is known to grow with the microbatch: it sums over it, and nothing may divide the sum."""
-    (stage,), symbols = program.stages, program.symbols
-    trained = find_trained(stage)
-
-    @cache
-    def has_batch(node: fx.Node) -> bool:
-        """Return whether a dimension of the value, or of the first of several, is made of the batch."""
-        sizes = symbols.shape(node)
-        sizes = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes
-        return any(symbol("b") in getattr(size, "free_symbols", ()) for size in sizes)
-
-    def parts(node: fx.Node) -> list[fx.Node]:
-        """Return the arguments that `node` grows with."""
-        inputs = node.all_input_nodes
-        # A divided softmax subtracts a logsumexp.
-        totals = [y.target for x in inputs for y in (x, *x.all_input_nodes)]
-        stops = read_loss(node) or find_factors(node) or (kernels.logsumexp in totals and has_batch(node))
-        if stops or has_trait(node, Trait.FUSED_ATTENTION | Trait.SOFTMAX | Trait.LOG_SOFTMAX):
-            return []
-        # An argument without a batch dimension is the same for every sample.
-        return [x for x in inputs if x in trained and has_batch(x) >= has_batch(node)]
-
-    def grows(node: fx.Node, sources: Sequence[fx.Node]) -> bool:
-        """Return whether `node` has every sample of its `sources`, or their sum."""
-        if not sources:
-            loss = read_loss(node)
-            return has_batch(node) or (loss is not None and not loss.mean)
-        return aten_name(node.target) == "sum" or has_batch(node) or not any(map(has_batch, sources))
-
-    grown = {node: parts(node) for node in walk([find_loss(program)], parts)}
-    read = [loss.numbers for node in grown if (loss := read_loss(node))]
-    values: list[Any] = [node.meta["val"] for node in (*grown, *read)]
-    sizes = {n for x in (*values, *program.inputs) for n in getattr(x, "shape", ())} - {0, 1}
-    batch = symbols.values.get(symbol("b"), 1)
-    return all(grows(n, own) and not _may_divide(n, own, batch, sizes) for n, own in grown.items())
-
-
-def _may_divide(node: fx.Node, sources: Sequence[fx.Node], batch: int, sizes: set[int]) -> bool:
-    """Return whether `node` may divide by the batch size, for example through weights that add up to one."""
-    if divisors := find_divisors(node):
-        return any(isinstance(x, fx.Node) or _may_count(x, {batch}) for x in divisors)
-    factors: Any = node.args if aten_name(node.target) == "mul" else ()
-    weights = [x for x in factors if isinstance(x, fx.Node) and x not in sources]
-    numbers = [1 / x for x in factors if not isinstance(x, fx.Node) and x != 0]
-    # A mask divides nothing. Every whole number is a multiple of a batch of one, so the other sizes tell a factor such
-    # as 0.1 from one over a count.
-    weighted = any(strip(x, MOVING).meta["val"].dtype != torch.bool for x in weights)
-    return weighted or any(_may_count(x, sizes) for x in numbers)
-
-
-def _may_count(number: float, sizes: Collection[int]) -> bool:
-    """Return whether a number in the code is a multiple of one of `sizes`, so that it may be computed from it."""
-    number = abs(number)
-    return any(min(left := number % size, size - left) < 1e-9 * number for size in sizes)
+    """Return whether the loss is the sum of a cross-entropy's rows, which grows with the microbatch."""
+    node = find_loss(program)
+    while len(node.all_input_nodes) == 1 and (has_trait(node, Trait.REARRANGES) or aten_name(node.target) == "sum"):
+        (node,) = node.all_input_nodes
+    loss = read_loss(node)
+    return loss is not None and not loss.mean
