@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,6 @@ from torch.distributed.rendezvous import rendezvous
 from autoptd.runtime.comm.connection import Connection, check_world_size, connect
 from autoptd.runtime.health.activity import Position
 from autoptd.runtime.health.failure_record import FailureRecord
-from autoptd.runtime.health.journal import TracedPosition
 from autoptd.runtime.health.local_ranks import gather_local_ranks
 from autoptd.runtime.health.watchdog import PATIENCE, Watchdog
 from autoptd.runtime.program.manifest import Manifest
@@ -52,7 +51,7 @@ def join(manifest: Manifest, device: torch.device, program: str) -> Iterator[Con
     check_world_size(manifest.mesh)
     limit, launched = read_limit(), end_with_launcher()
     if manifest.mesh.size == 1:
-        position = _make_position(None, {}, rank=0)
+        position = Position()
     else:
         if not _watchdogs:
             _watchdogs.append(_make_watchdog(manifest, limit))
@@ -63,9 +62,6 @@ def join(manifest: Manifest, device: torch.device, program: str) -> Iterator[Con
     with position.collective_call("bind"):
         connection = connect(manifest, device, program)
         connection.position = position
-        if isinstance(position, TracedPosition):
-            tied = {f"tied {list(owners)}": group for owners, group in connection.tied.items()}
-            position.trace({**connection.rank.groups, "world": connection.world, **tied})
         yield connection
 
 
@@ -103,13 +99,8 @@ def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
     # A store's calls wait for each other: the thread has a connection of its own.
     messages = None if local.everybody else local.store.clone()
     record = FailureRecord(Path(tempfile.gettempdir()) / f"{local.name}.json", messages)
-    peers = {rank: local.slots(rank) for rank in local.processes}
-    return Watchdog(manifest, local, record, _make_position(local.slots(local.rank), peers, local.rank), limit)
-
-
-def _make_position(slots: memoryview | None, peers: Mapping[int, memoryview], rank: int) -> Position:
-    folder = os.environ.get("AUTOPTD_TRACE")
-    return TracedPosition(slots, peers, Path(folder), rank) if folder else Position(slots, peers)
+    position = Position(local.slots(local.rank), {rank: local.slots(rank) for rank in local.processes})
+    return Watchdog(manifest, local, record, position, limit)
 
 
 def end_with_launcher() -> bool:

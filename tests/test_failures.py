@@ -20,9 +20,7 @@ import torch
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.runtime import launch
-from autoptd.runtime.comm.groups import Group
-from autoptd.runtime.health.activity import PHASES, Position
-from autoptd.runtime.health.journal import TracedPosition
+from autoptd.runtime.health.activity import Position
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.schedule import Action
 from samples.gpt import GPT, GPTConfig
@@ -222,31 +220,6 @@ def test_ranks_of_another_machine_hear_of_it(tmp_path: Path) -> None:
     check_lines(ended, 3, place, KILLED)
     assert len(list(tmp_path.glob("machine_*/autoptd-*.json"))) == 2
     assert max(ended.seconds.values()) < 5
-
-
-def test_a_trace_tells_what_every_rank_did(tmp_path: Path) -> None:
-    ended = train(1, "agreement", strike(signal.SIGKILL), tmp_path, environment={"AUTOPTD_TRACE": str(tmp_path / "t")})
-    assert ended.statuses[1] == signal.SIGKILL
-    for rank in range(4):
-        lines = [json.loads(x) for x in (tmp_path / "t" / f"rank_{rank:05d}.jsonl").read_text().splitlines()]
-        assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
-        begun = [line["begin"] for line in lines if line["step"] == 1 and "begin" in line and "group" not in line]
-        actions = [str(action) for action in build().rank(rank).schedule]
-        assert begun == [PHASES[0], *actions, *PHASES[1:4]]
-        groups = {line["group"] for line in lines if "group" in line}
-        assert {"tensor", "pipeline", "world"} <= groups
-        assert lines[-1]["step"] == STEP
-
-
-def test_a_sum_of_several_tensors_is_one_line_of_a_trace(tmp_path: Path) -> None:
-    group = Group(2)
-    TracedPosition(None, {}, tmp_path, 0).trace({"data": group})
-    for shapes in ([(2, 3)], [(2, 3), (), (4,)]):
-        sums = group.post_all_reduce([torch.zeros(shape, device="meta") for shape in shapes]).wait()
-        assert [tuple(x.shape) for x in sums] == shapes
-    lines = [json.loads(line) for line in (tmp_path / "rank_00000.jsonl").read_text().splitlines()]
-    posted = [(line["post"], line["shape"]) for line in lines if "post" in line]
-    assert posted == [("all_reduce", [2, 3]), ("all_reduce", [11])]
 
 
 def test_a_limit_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
