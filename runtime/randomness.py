@@ -17,7 +17,7 @@ What changes from step to step is read from a tensor on the device, the `moment`
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import log2, prod
 from typing import Any, TypeVar
 
@@ -129,12 +129,9 @@ def mask_key(
     return [operator, int(batch_dim is not None), batch, inner, run, whole, start]
 
 
-def draw_mask(key: Key, moment: Tensor, p: float, shape: Sequence[int], causal: bool = False) -> Tensor:
-    """Draw the mask of `key` at a `moment`, bool of `shape`: an element is kept if its number is at least p * 2**16.
-
-    Where it is for `causal` scores [.., queries, keys], elements that no query sees may be left out: False.
-    """
-    return _draw_whole(key, moment, count_dropped(p), shape, causal)
+def draw_mask(key: Key, moment: Tensor, p: float, shape: Sequence[int]) -> Tensor:
+    """Draw the mask of `key` at a `moment`, bool of `shape`: an element is kept if its number is at least p * 2**16."""
+    return _draw_whole(key, moment, count_dropped(p), shape)
 
 
 def draw_uniform(key: Key, moment: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -148,7 +145,7 @@ def draw_uniform(key: Key, moment: Tensor, shape: Sequence[int], dtype: torch.dt
     return (2 * ((words.long() & WORD) >> (32 - bits)) + 1).to(dtype) * 0.5 ** (bits + 1)
 
 
-def _draw_whole(key: Key, moment: Tensor, dropped: int | None, shape: Sequence[int], causal: bool = False) -> Tensor:
+def _draw_whole(key: Key, moment: Tensor, dropped: int | None, shape: Sequence[int]) -> Tensor:
     """Return which elements are kept, or their numbers where None are `dropped`; see `_draw`."""
     device = moment.device
     if 0 in shape:
@@ -160,11 +157,8 @@ def _draw_whole(key: Key, moment: Tensor, dropped: int | None, shape: Sequence[i
     run, whole = (elements, elements) if run == whole else (run, whole)
     starts = range(start, start + elements // run * whole, whole)
     samples = torch.arange(batch, device=device) + first * sampled
-    # On a CPU alone: to count blocks is to wait for a GPU, and a CUDA graph would not keep what is found here.
-    matrices = causal and moment.is_cpu and inner % (size := prod(shape[-2:])) == run % size == 0
-    seen = _find_seen(*shape[-2:]) if matrices and shape[-1] % BLOCK == 0 else None
     draw = partial(_draw, (seed & WORD, seed >> 32 & WORD), call & WORD, operator, dropped)
-    kept = _keep_runs(draw, samples, starts, run, seen)
+    kept = _keep_runs(draw, samples, starts, run)
     return kept.reshape(batch, elements // inner, inner).transpose(0, 1).reshape(tuple(shape))
 
 
@@ -173,37 +167,15 @@ def count_dropped(p: float) -> int:
     return round(p * LEVELS)
 
 
-Seen = tuple[int, Tensor]  # how many blocks a matrix of scores has, and the places of those that queries see
-
-
-@lru_cache(maxsize=8)
-def _find_seen(queries: int, keys: int) -> Seen:
-    seen = torch.arange(0, keys, BLOCK) <= torch.arange(queries)[:, None]
-    return seen.numel(), seen.flatten().nonzero().flatten()
-
-
-def _keep_runs(
-    draw: Callable[[Tensor, Tensor], Tensor], samples: Tensor, starts: range, run: int, seen: Seen | None
-) -> Tensor:
-    """Draw masks of the `run` elements from each of `starts` on, for every sample: bool [samples, starts, run].
-
-    Of runs of whole matrices only the blocks that are `seen` are drawn, where they begin at their elements.
-    """
+def _keep_runs(draw: Callable[[Tensor, Tensor], Tensor], samples: Tensor, starts: range, run: int) -> Tensor:
+    """Draw masks of the `run` elements from each of `starts` on, for every sample: bool [samples, starts, run]."""
     device = samples.device
     first = torch.arange(starts.start, starts.stop, starts.step, device=device)[:, None]
     aligned = all(start % BLOCK == 0 for start in (starts[0], starts.step if len(starts) > 1 else 0))
     # A run that starts inside a block reaches into one more.
     blocks_per_run = (run + BLOCK - 1) // BLOCK if aligned else (run + BLOCK - 2) // BLOCK + 1
     blocks = (first // BLOCK + torch.arange(blocks_per_run, device=device)).view(1, -1)
-    if seen is None or not aligned:
-        kept = draw(blocks, samples)
-    else:  # a block is as wide as one int64
-        size, places = seen
-        drawn = draw(blocks.view(-1, size)[:, places].view(1, -1), samples).view(torch.int64)
-        kept = torch.zeros((len(samples), blocks.shape[1], BLOCK), dtype=torch.bool, device=device)
-        into = kept.view(torch.int64).view(len(samples), -1, size)
-        into.index_copy_(2, places, drawn.view(len(samples), -1, len(places)))
-    kept = kept.view(len(samples), len(starts), blocks_per_run * BLOCK)
+    kept = draw(blocks, samples).view(len(samples), len(starts), blocks_per_run * BLOCK)
     if aligned:
         return kept[..., :run]
     return kept.gather(2, (first % BLOCK + torch.arange(run, device=device)).expand(len(samples), -1, -1))

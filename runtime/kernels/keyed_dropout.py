@@ -113,9 +113,9 @@ def place_key(rank: Rank, x: Tensor, operator: int, shape: Shape, **place: Any) 
     return mask_key(operator, shape, size=tensor.size, index=tensor.index, **place), rank.randomness.locate(x.device)
 
 
-def apply_mask(x: Tensor, p: float, key: Key, moment: Tensor, causal: bool = False) -> Tensor:
-    """Return `x` times its mask, unscaled, like `x` in memory; `causal` scores are zero above the diagonal."""
-    return torch.empty_like(x).copy_(draw_mask(key, moment, p, x.shape, causal)).mul_(x)
+def apply_mask(x: Tensor, p: float, key: Key, moment: Tensor) -> Tensor:
+    """Return `x` times its mask, unscaled, like `x` in memory."""
+    return torch.empty_like(x).copy_(draw_mask(key, moment, p, x.shape)).mul_(x)
 
 
 def keep_factor(p: float) -> float:

@@ -75,7 +75,7 @@ def _scaled_softmax(
     softmax = exact.to(scores.dtype)
     if moment is None:
         return softmax, softmax.new_empty(0)
-    return apply_mask(exact, p, key, moment, is_causal).mul_(keep_factor(p)).to(scores.dtype), softmax
+    return apply_mask(exact, p, key, moment).mul_(keep_factor(p)).to(scores.dtype), softmax
 
 
 def _softmax(scores: Tensor, mask: Operand, is_causal: bool, scale: float) -> Tensor:
@@ -112,7 +112,7 @@ def _scaled_softmax_backward(
         return result.mul_(scale).contiguous()
     gradient, share = gradient.to(wide), softmax.to(wide)
     if moment is not None:  # weights are rounded, where the mask is exact
-        gradient = apply_mask(gradient, p, key, moment, causal).mul_(keep_factor(p))
+        gradient = apply_mask(gradient, p, key, moment).mul_(keep_factor(p))
     # Rounded, a row does not sum to 1: without the division, a constant gradient would not be taken to 0.
     level = (share * gradient).sum(-1, keepdim=True) / share.sum(-1, keepdim=True).clamp_min_(1e-30)
     return (share * (gradient - level)).mul_(scale).to(softmax.dtype)

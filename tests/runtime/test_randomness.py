@@ -89,31 +89,10 @@ def test_a_mask_does_not_depend_on_the_cut(shape: tuple[int, ...], batch: int, d
     assert torch.equal(keep_mask(state, 0.5, 4, first.shape, CPU), first)  # the layout is no part of it
 
 
-@pytest.mark.parametrize(
-    "shape", [(3, 2, 16, 16), (3, 2, 5, 24), (3, 2, 24, 8), (3, 4, 9, 40), (3, 2, 7, 12), (3, 2, 3, 3), (3, 16, 8)]
-)
-@pytest.mark.parametrize("sample", [0, 1, None])
-@pytest.mark.parametrize("size", [1, 2])
-def test_of_causal_scores_only_what_is_seen_is_drawn(shape: tuple[int, ...], sample: int | None, size: int) -> None:
-    state = Randomness(seed=1, call=2, sample=30)
-    place: dict[str, Any] = {"sample": sample}
-    if size > 1:
-        place |= {"divided": 1 if sample == 0 else 0, "size": size, "index": size - 1}
-    key, moment = mask_key(4, shape, **place), state.locate(CPU)
-    whole, causal = (draw_mask(key, moment, 0.25, shape, causal) for causal in (False, True))
-    seen = torch.ones(shape[-2:], dtype=torch.bool).tril()
-    assert torch.equal(causal & seen, whole & seen)
-    # A matrix of whole blocks has none above its diagonal, unless the batch parts its rows.
-    if shape[-1] % 8 == 0 and len(shape) == 4:
-        blocks = causal.view(*shape[:-1], -1, 8)
-        assert not blocks[..., torch.arange(blocks.shape[-2]) * 8 > torch.arange(shape[-2])[:, None], :].any()
-    assert whole.logical_and(~seen).any() or shape[-1] <= 3
-
-
-def test_a_causal_mask_elsewhere_than_on_a_cpu_needs_no_values_on_the_host() -> None:
+def test_a_mask_elsewhere_than_on_a_cpu_needs_no_values_on_the_host() -> None:
     """A device with no values at all stands for one whose values are there later, and in a CUDA graph never."""
     moment = torch.empty(3, dtype=torch.int64, device="meta")
-    assert draw_mask(mask_key(4, (1, 2, 16, 16)), moment, 0.25, (1, 2, 16, 16), causal=True).is_meta
+    assert draw_mask(mask_key(4, (1, 2, 16, 16)), moment, 0.25, (1, 2, 16, 16)).is_meta
 
 
 def test_large_masks_are_made_in_pieces_without_seams() -> None:
