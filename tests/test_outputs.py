@@ -30,6 +30,7 @@ from samples.huggingface import make_gpt2, make_llama
 from tests.counting import elements
 from tests.models import SMALL
 from tests.ranks import run_ranks
+from tests.steps import train_step
 
 ODD = GPTConfig(vocab_size=41, block_size=8, n_layer=4, n_head=2, n_embd=8)
 Mesh = tuple[int, int, int]
@@ -287,7 +288,7 @@ def test_a_loss_of_the_users_own_comes_before_the_models_output() -> None:
     torch.testing.assert_close(output.logits.detach() + 0, model.eval()(ids).logits)
     torch.testing.assert_close(loss, loss_fn(model(ids), ids))
     assert autoptd.compile(model, (1, 1, 1), **given).bind()(input_ids=ids, labels=ids).shape == ()
-    stepped = parallel.train_step({"input_ids": ids, "labels": ids}, torch.optim.SGD(parallel.parameters()))
+    stepped = train_step(parallel, {"input_ids": ids, "labels": ids}, torch.optim.SGD(parallel.parameters()))
     torch.testing.assert_close(stepped, loss.detach())
 
     class Bare(nn.Module):

@@ -30,6 +30,7 @@ from tests.parity import (
 )
 from tests.plain_models import HUGGING_FACE, LENGTH, VOCABULARY, PlainGPT
 from tests.ranks import run_ranks
+from tests.steps import train_step
 
 MICROBATCHES = 2
 LONG, SHORT = (1, LENGTH), (2, 10)  # sequences and tokens of a microbatch
@@ -145,7 +146,7 @@ def test_rotary_positions_and_sharded_optimizer() -> None:
         if sharded:
             parallel.shard_optimizer(optimizer)
         own = [split_batch(batch, 2)[parallel.coordinates.data] for batch in batches]
-        losses = [parallel.train_step(batch, optimizer).item() for batch in own]
+        losses = [train_step(parallel, batch, optimizer).item() for batch in own]
         return losses, parallel.full_state_dict()
 
     whole, divided = run_ranks(work, 4, False), run_ranks(work, 4, True)
@@ -439,7 +440,7 @@ def test_a_checkpoint_of_one_shape_is_loaded_for_two(tmp_path: Path) -> None:
             if load:
                 parallel.load_checkpoint(tmp_path, optimizer)
             for batch in batches[2 * load :]:
-                loss = parallel.train_step(batch, optimizer).item()
+                loss = train_step(parallel, batch, optimizer).item()
                 if not load and batch is batches[1]:
                     parallel.save_checkpoint(tmp_path, optimizer)
             return loss, parallel.full_state_dict()

@@ -229,7 +229,12 @@ def train_explicitly(parallel: Parallel, loader: Any) -> list[Seen]:
     seen = []
     for _, (idx, targets) in zip(range(STEPS), loader, strict=False):
         batch = {"idx": idx, "targets": targets}
-        loss = parallel.train_step(batch, optimizer, scheduler, MAX_NORM)
+        _, loss = parallel(**batch)
+        loss.backward()
+        parallel.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
         last = parallel.last_step
         assert last.loss == loss.item()
         assert last.tokens_per_second is not None
@@ -253,7 +258,7 @@ def train_each_step(model: nn.Module, loader: Any) -> list[Seen]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_train_step(mesh: Mesh) -> None:
+def test_the_last_step_in_numbers(mesh: Mesh) -> None:
     compare(mesh, train_explicitly, train_each_step)
 
 
@@ -421,7 +426,7 @@ def test_a_part_of_the_model_that_another_rank_has_is_named() -> None:
         if rank == 0:
             assert parallel.wpe.weight is parallel.get_parameter("wpe.weight")
             return
-        with pytest.raises(AttributeError, match=r"'wpe': the stages of this rank do not read the model's wpe"):
+        with pytest.raises(AttributeError, match=r"'wpe': .* modules that the stages of this rank read "):
             parallel.wpe.weight.requires_grad_(False)
 
     run_ranks(work, 2)

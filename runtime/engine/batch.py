@@ -67,15 +67,10 @@ def name_arguments(manifest: Manifest, args: Sequence[Any], kwargs: Mapping[str,
                 "(by position give None, and the rest by name), or compile with example_inputs that have it"
             )
     if missing := [name for name in names if given.get(name) is None]:
-        labels = any(i.name in missing and i.ignore_index is not None for i in manifest.inputs)
-        way = (
-            "it computes the loss. Where the Trainer took it for a loss of its own (label_smoothing_factor, "
-            "compute_loss_func), compute that loss in the model's forward, and compile the model again"
-            if labels
-            else "give it, or compile with example_inputs that lack it"
-        )
         raise TypeError(
-            f"argument {', '.join(missing)} is missing: the program was compiled for {', '.join(names)}: {way}"
+            f"argument {', '.join(missing)} is missing: the program was compiled for {', '.join(names)}: give it, or "
+            "compile with example_inputs that lack it (a loss that the Trainer takes labels for, as with "
+            "label_smoothing_factor, belongs into the model's forward)"
         )
     return given
 

@@ -18,7 +18,7 @@ from autoptd.runtime.checkpoint.schedulers import Schedulers, name_schedulers
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.timings import gather_measured
 from autoptd.runtime.comm.trace import write_trace
-from autoptd.runtime.engine.batch import call_signature, find_loss
+from autoptd.runtime.engine.batch import call_signature
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.engine.executor import Executor, ShapeFunctions
 from autoptd.runtime.engine.last_step import LastStep, read_last_step
@@ -108,27 +108,6 @@ class Parallel(BoundModule):
 
         with self._connection.position.collective_call("gather_replicas"), self._connection.exchange():
             return tree_map_only(Tensor, gather, given)
-
-    def train_step(
-        self,
-        batch: Mapping[str, Tensor],
-        optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-        max_norm: float | None = None,
-    ) -> Tensor:
-        """Run one whole training step: call, backward, clip to `max_norm`, `optimizer`, `scheduler`, clear gradients.
-
-        Every rank must call it, and gets the same loss. It is the plain loop, and raises the errors of these calls.
-        """
-        loss = find_loss(self._manifest.output, self(**batch))
-        loss.backward()
-        if max_norm is not None:
-            self.clip_grad_norm_(max_norm)
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
-        return loss.detach()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradient of the whole model, over all ranks, to `max_norm`; return its norm before.
@@ -336,14 +315,11 @@ class Parallel(BoundModule):
             return super().__getattr__(name)
         except AttributeError as error:
             reason = (
-                "a parallel model has the compiled one's parameters and modules, not its methods (that one can load "
-                "full_state_dict; activations are recomputed by compile(recompute=...)) nor its config (instead of the "
-                "Trainer's label_smoothing_factor, compute such a loss in the model's forward)"
+                "a parallel model has those of the compiled one's parameters and modules that the stages of this rank "
+                "read (see named_parameters()), not its methods (that one can load full_state_dict; activations are "
+                "recomputed by compile(recompute=...)) nor its config (instead of the Trainer's "
+                "label_smoothing_factor, compute such a loss in the model's forward)"
             )
-            manifest = self.__dict__.get("_manifest")
-            known = () if manifest is None else (*manifest.parameters, *manifest.aliases)
-            if any(each.partition(".")[0] == name for each in known):
-                reason = f"the stages of this rank do not read the model's {name}: go by named_parameters()"
             raise AttributeError(f"{error}: {reason}", name=name, obj=self) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -14,6 +14,7 @@ from autoptd.runtime.comm.connection import connect
 from autoptd.runtime.module.parallel import Parallel
 from tests.runtime.chain import Chain
 from tests.runtime.module.test_parallel import CPU, Plain, alone
+from tests.steps import train_step
 
 NAME = "layer.0.row.weight"
 
@@ -39,7 +40,7 @@ def test_leaves_stay() -> None:
         parallel.eval()(**chain.batch())
     parallel.train()
     for number in range(3):
-        parallel.train_step(chain.batch(number), optimizer, max_norm=1.0)
+        train_step(parallel, chain.batch(number), optimizer)
     parallel.load_state_dict(parallel.state_dict())
     train(parallel, chain.batch())
     assert all(leaf is kept for leaf, kept in zip(read_leaves(parallel), first, strict=True))

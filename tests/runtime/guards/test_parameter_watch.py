@@ -22,6 +22,7 @@ from tests.counting import calls
 from tests.ranks import run_ranks
 from tests.runtime.chain import Chain
 from tests.runtime.module.test_parallel import CPU, Plain, alone
+from tests.steps import train_step
 
 NAME = "layer.0.row.bias"
 
@@ -215,14 +216,14 @@ def test_shared_parameters_must_be_frozen_on_all_ranks(
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
         batch = chain.batch(parallel.coordinates.data)
         if late:
-            parallel.train_step(batch, optimizer)
+            train_step(parallel, batch, optimizer)
         parallel.get_parameter(name).requires_grad_(rank_here != rank)
         for _ in range(2):
             with pytest.raises(ValueError, match=rf"{name} is frozen on rank {rank} and trained on rank {others}"):
                 parallel(**batch)
         parallel.get_parameter(name).requires_grad_(False)
         before = parallel.get_parameter(name).clone()
-        parallel.train_step(batch, optimizer)
+        train_step(parallel, batch, optimizer)
         assert torch.equal(parallel.get_parameter(name), before)
 
     run_ranks(body, chain.manifest.mesh.size)
@@ -283,13 +284,13 @@ def test_shards_are_of_what_all_ranks_train() -> None:
     def body(connection: Connection) -> None:
         parallel = chain.parallel(connection)
         optimizer = torch.optim.AdamW(parallel.parameters())
-        parallel.train_step(chain.batch(connection.world.index), optimizer)
+        train_step(parallel, chain.batch(connection.world.index), optimizer)
         parallel.get_parameter(NAME).requires_grad_(connection.world.index == 0)
         with pytest.raises(
             ValueError, match=rf"{NAME} would be stepped whole, on rank 1, and in bucket 0, .* on rank 0; ranks \[1\]"
         ):
             parallel.shard_optimizer(optimizer)
         parallel.get_parameter(NAME).requires_grad_(True)
-        parallel.train_step(chain.batch(connection.world.index), parallel.shard_optimizer(optimizer))
+        train_step(parallel, chain.batch(connection.world.index), parallel.shard_optimizer(optimizer))
 
     run_threads(chain.manifest, body)
