@@ -1,11 +1,10 @@
 """The call of a parallel model as a node of autograd's graph, and the node that hands gradients to the parameters."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from autoptd.runtime.engine.dynamo import leave_uncompiled
 from autoptd.runtime.kernels.scaling import scale_rows
@@ -18,27 +17,24 @@ Waiting = list[tuple[int, Rows]]
 class Handover:
     """The way of gradients to the parameters: a node of autograd's graph, which all calls have in common.
 
-    So a call costs nothing for each of the `leaves`, which get gradients, nor of the parameters in shards, which get
-    none. Steps are attached to `link`, and leave their gradients in `waiting`, with the number of the backward, so that
-    one that breaks off in between leaves them to no other. Each calls `note_scale` with the factor of its loss, if any.
+    So a call costs nothing for each of the `leaves`, which get gradients. Steps are attached to `link`, and leave their
+    gradients in `waiting`, with the number of the backward, so that one that breaks off in between leaves them to no
+    other. Each calls `note_scale` with the factor of its loss, if any.
     """
 
     note_scale: Callable[[Tensor], None] | None = None
 
-    def __init__(self, leaves: Mapping[Key, Tensor], sharded: Iterable[Tensor], device: torch.device) -> None:
-        self.sharded = tuple(sharded)
+    def __init__(self, leaves: Mapping[Key, Tensor], device: torch.device) -> None:
         self.waiting: Waiting = []
         # Makes the loss differentiable on a rank without parameters too.
         anchor = torch.zeros((), device=device, requires_grad=True)
-        stepped = *leaves.values(), *self.sharded
-        self.link: Tensor = _HandOver.apply(self.waiting, tuple(leaves), anchor, *stepped)  # type: ignore[no-untyped-call]
+        self.link: Tensor = _HandOver.apply(self.waiting, tuple(leaves), anchor, *leaves.values())  # type: ignore[no-untyped-call]
 
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, waiting: Waiting, keys: Sequence[Key], anchor: Tensor, *stepped: Tensor) -> Tensor:
         ctx.waiting, ctx.keys = waiting, keys
-        ctx.without = (None,) * (len(stepped) - len(keys))
         return anchor.clone()
 
     @staticmethod
@@ -50,7 +46,7 @@ class _HandOver(torch.autograd.Function):
         ctx.waiting.clear()
         for other in others:
             total = [x if y is None else y if x is None else x.add_(y) for x, y in zip(total, other, strict=True)]
-        return None, None, None, *total, *ctx.without
+        return None, None, None, *total
 
 
 class Step(torch.autograd.Function):
@@ -76,23 +72,9 @@ class Step(torch.autograd.Function):
                 "create_graph=True: the gradients of a parallel model's step were computed in its call, and have no "
                 "graph of their own to be differentiated by; leave it out, or compute the second order in forward"
             )
-        if any(map(_is_asked_for, ctx.handover.sharded)):
-            raise RuntimeError(
-                "torch.autograd.grad asks for gradients of parameters that a sharded optimizer steps, and a rank has "
-                "only parts of them: ask for those of the parts (optimizer.param_groups), or train by loss.backward()"
-            )
         kept, ctx.kept = ctx.kept, None
         if ctx.handover.note_scale is not None:
             ctx.handover.note_scale(scale)
         scale_rows([row for row, _, _ in kept], scale)
         ctx.handover.waiting.append((torch._C._current_graph_task_id(), kept))
         return None, None, scale
-
-
-def _is_asked_for(parameter: Tensor) -> bool:
-    """Return whether the torch.autograd.grad that runs now is to return the gradient of this `parameter`."""
-    try:
-        torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # torch does not answer for tensors asked for, whose nodes are not run
-        return True
-    return False

@@ -70,8 +70,7 @@ class BoundWeights:
         if self._handover_of is not self.watch.tensors:
             self._handover_of = self.watch.tensors
             leaves = {key: leaf for key, leaf in self.leaves.items() if leaf.requires_grad}
-            sharded = chain.from_iterable(own.values() for own in self.sharded.values())
-            self._handover = Handover(leaves, sharded, self.connection.rank.device)
+            self._handover = Handover(leaves, self.connection.rank.device)
         return self._handover
 
     def shard(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
