@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.nodes import argument, aten_name, called, info, shape_of, walk
-from autoptd.passes.ir.products import find_factors
+from autoptd.passes.ir.nodes import argument, aten_name, info, shape_of, walk
 from autoptd.passes.ir.program import Program, split_results
 from autoptd.passes.normal_form.constant_masks import MaskJudge
 from autoptd.passes.operators.table import Trait, has_trait, strip
-from autoptd.passes.tensor_parallel.symbols import symbol
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Input
 
@@ -174,8 +172,7 @@ def _move(source: fx.Node, target: fx.Node, numbers: Tensor) -> Tensor | None:
 
 
 # Losses whose mean over microbatches differs from the loss of the whole batch. The graph tells sums of cross-entropies,
-# contrasts, and means over an unknown number of labels; of any other loss `verify` compares two microbatches with the
-# plain model.
+# and means over an unknown number of labels; of any other loss `verify` compares two microbatches with the plain model.
 
 
 def describe_means(program: Program, divided: Program) -> Iterator[str]:
@@ -200,39 +197,6 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
             "replicas: it and the gradients are smaller than the sum over the whole batch by their number. Return a "
             "mean, or scale the loss that the call returns"
         )
-    if (contrast := find_contrast(divided)) is not None:
-        yield (
-            f"{called(contrast)} compares the sequences of a microbatch with each other, as contrasts do, and with "
-            "none of another microbatch: a step's loss is the mean of the microbatches' losses, which is another than "
-            "that of the whole batch. For that one compile with num_microbatches=1 on one replica"
-        )
-
-
-def find_contrast(program: Program) -> fx.Node | None:
-    """Return the first softmax over a product of the batch with itself, which says how alike its sequences are.
-
-    The dimensions of such a product are of the batch, or as large, where sequences were pooled by advanced indices.
-    """
-    (stage,), symbols = program.stages, program.symbols
-    trained, batch = find_trained(stage), symbols.values.get(symbol("b"), 1)
-
-    def compares(node: fx.Node) -> bool:
-        factors = find_factors(node)
-        if len(factors) != 2 or len(sizes := shape_of(node)) != 2:
-            return False
-        of_batch = (symbol("b") in getattr(size, "free_symbols", ()) for size in symbols.shape(node))
-        whole = all(named or size == batch for named, size in zip(of_batch, sizes, strict=True))
-        # A head's weights are as they are in each microbatch.
-        return whole and all(x in trained and any(find_sources(x)) for x in factors)
-
-    node: fx.Node
-    for node in stage.graph.nodes:
-        softmax = has_trait(node, Trait.SOFTMAX | Trait.LOG_SOFTMAX) or aten_name(node.target) == "logsumexp"
-        if softmax or read_loss(node):
-            scores = walk(node.all_input_nodes[:1], lambda n: () if find_factors(n) else n.all_input_nodes)
-            if any(map(compares, scores)):
-                return node
-    return None
 
 
 def is_sum(program: Program) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -272,41 +271,6 @@ def test_a_factor_is_not_taken_for_a_count(
 @pytest.mark.parametrize("mesh", [MANY, slow(ONE)])
 def test_a_count_is_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor], mesh: tuple[int, int, int]) -> None:
     assert find_warnings(loss, 2, mesh) == ["w reaches the loss changed"]
-
-
-def contrast(x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(x @ y.t(), torch.arange(len(x)))
-
-
-def pool(x: Tensor, y: Tensor) -> Tensor:
-    """The element of each sample that its label says."""
-    return x[torch.arange(len(x)), y[:, 0] % LENGTH]
-
-
-def contrast_both(x: Tensor) -> Tensor:
-    both = torch.cat([x[:, 0], x[:, 1]])
-    own = torch.eye(len(both), dtype=torch.bool)
-    return (both @ both.t()).masked_fill(own, -1e9).logsumexp(-1).mean()
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("loss", "compares"),
-    [
-        (lambda x, y, w: contrast(x.mean(1), x[:, 0]), True),
-        (lambda x, y, w: contrast(pool(x, y), x.mean(1)), True),
-        (lambda x, y, w: contrast(x.mean().exp() * functional.normalize(pool(x, y)), pool(x, y)), True),
-        (lambda x, y, w: contrast_both(x), True),
-        (lambda x, y, w: (x @ x.transpose(1, 2)).logsumexp(-1).mean(), False),
-        (lambda x, y, w: mean(pool(x, y) @ torch.ones(VOCABULARY, 2), y[:, 0] % 2), False),
-        (lambda x, y, w: pool(x, y).square().mean(), False),
-    ],
-)
-def test_contrasts_are_said(loss: Callable[[Tensor, Tensor, Tensor], Tensor], compares: bool, size: int) -> None:
-    """Also where pooling by advanced indices hides the batch, and where a microbatch is one sequence."""
-    said = [text for text in find_warnings(loss, size, ONE) if "labels reaches" not in text]
-    assert len(said) == compares
-    assert all(re.match(r"aten\.\S+ \(test_labels\.py:\d+\) compares the sequences of a microbatch", x) for x in said)
 
 
 def sort_back(x: Tensor) -> Tensor:
