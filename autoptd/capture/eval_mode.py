@@ -22,20 +22,11 @@ DROPPING = {
     *(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
 }
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-# The names of arguments of attention, and of the dropouts that programs support.
+# The names of arguments of attention.
 ATTENTIONS: Mapping[Any, Sequence[str]] = {
     **dict.fromkeys((F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default), SDPA),
     F.multi_head_attention_forward: tuple(inspect.signature(F.multi_head_attention_forward).parameters),
 }
-SUPPORTED = dict.fromkeys((F.dropout, torch.dropout, aten.dropout.default), ("input", "p", "training"))
-
-
-def drops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call applies one of the dropouts that programs support."""
-    names = SUPPORTED.get(func) or ATTENTIONS.get(func, ())
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    rate = given.get("p", 0.5) if func in SUPPORTED else given.get("dropout_p")
-    return bool(names and rate and given.get("train", given.get("training", True)))
 
 
 class DropoutOff(TorchFunctionMode):
@@ -61,20 +52,17 @@ LEFT_OUT = DROPPING | {torch.rand}
 class Calls(TorchFunctionMode):
     """A record of the calls that make a floating tensor, with the plain numbers they take; dropouts are left out.
 
-    Compared with the `expected` calls, `found` is the place of the first that differs, `dropped` of the first dropout.
+    Compared with the `expected` calls, `found` is the place of the first that differs.
     """
 
     def __init__(self, expected: Sequence[Call] | None = None) -> None:
         super().__init__()
         self.made: list[Call] = []
         self.found: str | None = None
-        self.dropped: str | None = None
         self._expected = None if expected is None else list(expected)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
-        if self._expected is not None and self.dropped is None and drops(func, args, options):
-            self.dropped = user_line()
         result = func(*args, **options)
         if isinstance(result, Tensor) and result.is_floating_point() and func not in LEFT_OUT:
             given = () if func in ATTENTIONS else (*args, *options.values())

@@ -166,13 +166,6 @@ def _compare_modes(objective: Objective, run: Callable[[], Tensor]) -> Iterator[
             "dropout. Evaluate with the model itself, which loads full_state_dict(), or make both forwards alike"
         )
         yield line
-    if calls.dropped:
-        line = f"in evaluation the model applies dropout too, first at {calls.dropped}"
-        warn_caller(
-            f"{line}. A program has dropout in training only: write so in forward (F.dropout(x, p, self.training), or "
-            "dropout_p=p if self.training else 0.0), or evaluate with the model itself, which loads full_state_dict()"
-        )
-        yield line
 
 
 class _Tensors(NamedTuple):

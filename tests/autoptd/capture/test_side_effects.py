@@ -424,12 +424,8 @@ def drop_attention(model: Plain, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "middle", [lambda _, x: F.dropout(x, 0.3), lambda _, x: torch.dropout(x, p=0.3, train=True), drop_attention]
 )
-def test_dropout_in_evaluation_too_is_said(middle: Callable[[Plain, Tensor], Tensor]) -> None:
-    line = "in evaluation the model applies dropout too, first at "
-    with pytest.warns(UserWarning, match=f"{line}.*test_side_effects.py"):
-        program = compile_plain(Plain(middle).double(), (2, 1, 1))
-    assert program.verify().passed
-    assert [own for own in program.log if line in own]
+def test_dropout_in_evaluation_too_is_in_training_alone(middle: Callable[[Plain, Tensor], Tensor]) -> None:
+    assert compile_plain(Plain(middle).double(), (2, 1, 1)).verify().passed
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
