@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -226,13 +226,6 @@ class CompiledProgram:
         simulation = self.simulate(cluster, dtype, **training)
         known = self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options
         return explain_program(*known, Training(**training))
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copies and pickles, which cannot hold graphs and the user's model."""
-        raise TypeError(
-            "a compiled program can be neither copied nor pickled: program.save(folder) writes its texts, and "
-            "autoptd.load(folder) reads them, in another process too"
-        )
 
     def save(self, folder: str | Path) -> None:
         """Write program_00.py …, manifest.json, schedule.txt and buffers.safetensors into `folder`.

@@ -14,9 +14,8 @@ from autoptd.passes.operators.proof import PlacementError
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter, Partial, Placement, Shard
-from autoptd.runtime.program.schedule import Schedule, compute_order, peak_in_flight
+from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.program.schedule_check import ScheduleError, check_schedule
-from autoptd.runtime.user_warnings import warn_caller
 
 
 class ProgramError(Exception):
@@ -100,16 +99,6 @@ def _check_schedule(manifest: Manifest, schedule: Schedule) -> None:
     except ScheduleError as error:
         advice = "correct SCHEDULE in the program texts, or compile again"
         raise ProgramError(f"schedule: {error}; {advice}") from error
-    if manifest.schedule == "gpipe":
-        return
-    for rank, actions in enumerate(schedule):
-        found = peak_in_flight(actions)
-        expected = peak_in_flight(compute_order(manifest.schedule, rank, p, m, v))
-        if found != expected:
-            warn_caller(
-                f"the edited schedule of pipeline rank {rank} has up to {found} microbatches in flight, where "
-                f"{manifest.schedule} has {expected}: its memory grows with them"
-            )
 
 
 def _check_axes(what: str, placement: Placement, mesh: Mesh) -> None:

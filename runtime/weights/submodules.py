@@ -89,13 +89,6 @@ class SlicedModule(BoundModule):
         warn_caller(UNHOOKED)
         return super().register_forward_pre_hook(*args, **kwargs)
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        """Raise TypeError, on iteration too: the second layer of this rank may be the tenth of the model."""
-        raise TypeError(
-            "layers of a parallel model cannot be indexed, since a rank may have only some of them: use the names of "
-            "parallel.named_parameters()"
-        )
-
     # The layer's own methods would read attributes that are missing here.
     _load_from_state_dict = nn.Module._load_from_state_dict
     __repr__, extra_repr = nn.Module.__repr__, nn.Module.extra_repr

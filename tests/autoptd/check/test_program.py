@@ -506,12 +506,6 @@ def test_swapped_receives_are_named(program: CompiledProgram) -> None:
     assert message.endswith("; correct SCHEDULE in the program texts, or compile again")
 
 
-def test_more_in_flight_than_the_schedule_says_is_reported(program: CompiledProgram) -> None:
-    gpipe = make_schedule("gpipe", 2, 4)
-    with pytest.warns(UserWarning, match=r"rank \d has up to 4 microbatches in flight, where 1f1b has \d"):
-        check_program(program.manifest, program.stages, gpipe)
-
-
 def test_stages_must_be_as_many_as_the_ranks_run(program: CompiledProgram) -> None:
     message = refusal(program, manifest=replace(program.manifest, num_model_chunks=2))
     assert message == "the manifest lists 2 stages; expected 4: 2 model chunks on each of 2 pipeline ranks"

@@ -139,9 +139,9 @@ def test_a_saved_program_knows_the_layers(tmp_path: object) -> None:
 
 def test_layers_are_not_numbered() -> None:
     part: Any = make_sliced_module("")
-    with pytest.raises(TypeError, match="cannot be indexed"):
+    with pytest.raises(TypeError, match="not subscriptable"):
         part[0]
-    with pytest.raises(TypeError, match="cannot be indexed"):
+    with pytest.raises(TypeError, match="not iterable"):
         list(part)
     assert part
 
