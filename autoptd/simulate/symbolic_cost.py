@@ -135,10 +135,6 @@ class Cost:
         found = sympy.Rational(sympy.sympify(expression).xreplace(values))  # exact: nothing is rounded before
         return int(found) if found.is_Integer else found.p / found.q
 
-    def __str__(self) -> str:
-        """One table, for people."""
-        return "\n".join(_write_table(self))
-
 
 # Lines of the bill
 
@@ -253,41 +249,3 @@ def _total(counted: Counter[Line]) -> Amounts:
     for (name, amount), times in counted.items():
         sums.setdefault(name, []).append(times * amount)
     return Amounts(**{name: sympy.expand(sympy.Add(*terms)) for name, terms in sums.items()})
-
-
-# The table
-
-ROWS = {
-    "forward": "FLOPs forward",
-    "backward": "FLOPs backward",
-    "recomputed": "FLOPs recomputed",
-    "scores_again": "FLOPs of scores again",
-    "elementwise": "FLOPs elementwise",
-    "moved": "bytes moved",
-    "communicated": "bytes sent, tensor group",
-    "saved": "bytes saved",
-    "parameters": "parameters held",
-}
-
-
-def _write_table(cost: Cost) -> Iterator[str]:
-    yield "sizes: " + ", ".join(f"{name} {size:,}" for name, size in sorted(cost.values.items(), key=str))
-    yield f"parameters of the model: {_write(cost, cost.parameters)}"
-    yield f"FLOPs of a step, products on all ranks: {_write(cost, cost.flops)}"
-    for name, amount in cost.dropped.items():
-        yield f"besides, {ROWS[name].removeprefix('FLOPs ')}: {_write(cost, amount)}"
-    yield ""
-    yield "of one tensor rank and one microbatch:"
-    columns = {f"one of {count} layers": layer for count, layer in cost.layers.items()}
-    columns["model"] = cost.model
-    width = max(map(len, ROWS.values()))
-    for title, amounts in columns.items():
-        yield f"  {title}"
-        for name, text in ROWS.items():
-            amount = getattr(amounts, name)
-            if amount != 0:
-                yield f"    {text.ljust(width)}  {_write(cost, amount)}"
-
-
-def _write(cost: Cost, amount: Number) -> str:
-    return f"{cost.evaluate(amount):.4g} = {sympy.factor_terms(amount)}"
