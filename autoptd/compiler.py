@@ -57,6 +57,7 @@ def compile(
     fuse: bool = True,
     layout: str = "sbh",
     rules: Mapping[Any, str] | None = None,
+    sequence_parallel: bool | None = None,
     device: str | torch.device | None = None,
     seed: int = 0,
     initializer: Callable[[nn.Module], object] | None = None,
@@ -71,13 +72,12 @@ def compile(
 
     Args:
         model: an nn.Module or fx.GraphModule that returns its loss (or its output, with `loss_fn`).
-        mesh: (tensor, pipeline, data), a DeviceMesh with dims "tp", "pp", "dp", or "auto": see `autoptd.plan`, which
-            also chooses what is None of microbatch_size, schedule, num_model_chunks and recompute.
+        mesh: (tensor, pipeline, data), a DeviceMesh with dims "tp", "pp", "dp", or "auto" for `world_size` devices and
+            `global_batch` sequences a step: see `autoptd.plan`, which also chooses what is None of its arguments.
         example_inputs: a dict or tuple for ONE microbatch, for its shapes and dtypes; None: from the model's config. A
             list of these: several input shapes; the first decides plan and division, and is the one simulated.
         loss_fn: ``loss_fn(output, **targets)``; its further arguments become batch inputs.
-        outputs: fields of what the model returns that a call returns besides the loss; True: all that hold tensors.
-            With `loss_fn` a call returns the loss, and what the model returns.
+        outputs: fields of the model's output that a call returns besides the loss; True: all that hold tensors.
         microbatch_size: b, default the example's, else 1; num_microbatches: m, default 8 p. A step takes b * m * d.
         schedule: "gpipe", "1f1b" or "interleaved_1f1b" (SC21 §2.2), the default.
         num_model_chunks: v stages per pipeline rank; default 2 where p > 1 and the model allows it, else 1.
@@ -86,10 +86,10 @@ def compile(
         fuse: join chains of memory-bound operators into one kernel each (SC21 §4.2; passes/fusion/rules.py).
         layout: "sbh" holds activations [s, b, h] where that copies no more memory (SC21 §4.2), "bsh" as the user does.
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (see `text_rule`).
+        sequence_parallel: divide the tokens between divided regions (passes/tensor_parallel); None: where it pays.
         device: the type that forward sees, as "cuda", on any machine; default that of the weights, for meta "cpu".
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
-        world_size, global_batch: devices, and sequences a step, for mesh="auto".
         cluster: balances stages by its times, in its memory if any cut fits; default "dgx-a100", of any memory.
 
     Raises TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
@@ -102,13 +102,13 @@ def compile(
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "num_model_chunks": num_model_chunks}
     given |= {"microbatch_size": microbatch_size, "scatter_gather": scatter_gather, "device": device}
     given |= {"fuse": fuse, "layout": layout, "rules": rules, "schedule": schedule, "recompute": recompute}
+    given["sequence_parallel"] = sequence_parallel
     options.check_outputs(outputs)
     own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster, "outputs": outputs}
     if isinstance(mesh, str) and mesh == "auto":
         plans = plan(model, **needed, **given)
         programs = (_compile(model, **{**given, **own, **one.options}) for one in plans if one.simulated)
-        # The first that fits, else the first: plans are only estimates.
-        first, known = next(programs), Cluster.load(own["cluster"])
+        first, known = next(programs), Cluster.load(own["cluster"])  # plans are estimates: the first that fits
         return next((one for one in chain((first,), programs) if one.simulate(known).fits), first)
     return _compile(model, mesh, num_microbatches=num_microbatches, **given, **own)
 
@@ -125,14 +125,18 @@ def _compile(
     known = options.read_mesh(mesh)
     defaults = {"schedule": "interleaved_1f1b", "num_microbatches": 8 * known.pipeline, "recompute": "none"}
     job |= {name: value for name, value in defaults.items() if job[name] is None}
+    job["cluster"] = None if job["cluster"] is None else Cluster.load(job["cluster"])
     chosen = Options(**{field.name: job.pop(field.name) for field in fields(Options)})
     options.check_modes(schedule=job["schedule"], recompute=chosen.recompute, layout=chosen.layout)
-    options.check_flags(fuse=chosen.fuse, scatter_gather=job["scatter_gather"])
+    by_tokens = chosen.sequence_parallel
+    flags = {"fuse": chosen.fuse, "scatter_gather": job["scatter_gather"]}
+    options.check_flags(**flags, sequence_parallel=False if by_tokens is None else by_tokens)
     counts = {name: job[name] for name in ("num_microbatches", "num_model_chunks")}
     options.check_free_counts(microbatch_size=microbatch_size, **counts)
     examples = input_shapes.list_examples(example_inputs)
     input_shapes.check_examples(model, examples, job["loss_fn"], microbatch_size)
-    job["cluster"] = None if job["cluster"] is None else Cluster.load(job["cluster"])
+    if by_tokens is None and len(examples) > 1:  # of which t may divide some
+        chosen = replace(chosen, sequence_parallel=False)
     with show_progress("compile") as say:
         settled = _Job(read_quantized(model), known, chosen, say, **job)
         divided = settled.divide(examples[0], microbatch_size)
@@ -140,7 +144,7 @@ def _compile(
         with leave_autocast():
             # The call alone holds the search, and drops it when it is no longer needed.
             positions, first = fit_program(
-                settled.search(divided), lambda found: settled.finish(divided, found), settled.cluster
+                settled.search(divided), lambda found: settled.finish(divided, found), chosen.cluster
             )
         further = []
         for number, example in enumerate(examples[1:], 1):
@@ -168,7 +172,6 @@ class _Job:
     say: Say
     schedule: str
     num_microbatches: int
-    cluster: Cluster | None
     loss_fn: Callable[..., torch.Tensor] | None
     outputs: Outputs
     scatter_gather: bool
@@ -202,7 +205,7 @@ class _Job:
         interleaves = self.schedule == "interleaved_1f1b" and m % p == 0 and p > 1
         chunks = self.num_model_chunks or (2 if interleaves and fused_order.units >= 2 * p else 1)
         check_shape(self.schedule, p, m, chunks)
-        job: Any = {"schedule": self.schedule, "num_microbatches": m, "cluster": self.cluster}
+        job: Any = {"schedule": self.schedule, "num_microbatches": m, "cluster": self.options.cluster}
 
         def find(reserved_bytes: Sequence[int]) -> Found:
             self.say("cut stages")

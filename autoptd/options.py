@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.recompute import MODES
 from autoptd.runtime.program.mesh import TORCH_DIMS, Mesh
 from autoptd.runtime.program.schedule import SCHEDULES
@@ -25,7 +26,14 @@ class Options:
     fuse: bool = True
     layout: str = "sbh"
     rules: Mapping[Any, str] | None = None
+    sequence_parallel: bool | None = None
     device: str | torch.device | None = None
+    cluster: Cluster | None = None
+
+    @property
+    def division(self) -> dict[str, Any]:
+        """The options of the pass that divides tensors."""
+        return {"rules": self.rules, "by_tokens": self.sequence_parallel, "cluster": self.cluster}
 
 
 def read_mesh(mesh: object) -> Mesh:

@@ -218,6 +218,7 @@ def _describe_memory(ledgers: Sequence[Ledger], groups: Sequence[Sequence[Group]
         whole += count_bytes(ledger.kept(()))
         kept += count_bytes(ledger.kept(recomputed))
         repeated += [node for nodes in recomputed for node in ledger.repeated(nodes)]
-    sums = [forward_work(n).reduced for n in repeated if n.target is collectives.reduce_from_tensor]
+    found = (forward_work(n).exchanged for n in repeated if n.target.__module__ == collectives.__name__)
+    sums = [size for size in found if size]
     text = f"{sum(map(len, groups))} groups; a microbatch keeps {kept:,} of {whole:,} bytes of activations"
-    return text + (f", and repeats {len(sums)} all-reduces of {sum(sums):,} bytes" if sums else "")
+    return text + (f", and repeats {len(sums)} collectives of {sum(sums):,} bytes" if sums else "")

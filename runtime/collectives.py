@@ -1,6 +1,6 @@
 """Communication inside a stage, over the tensor group: Megatron's conjugate operators f and g (SC21 §2.3)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,27 @@ def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
     return sum_over_ranks(rank, x)
 
 
+def reduce_scatter(rank: Rank, x: Tensor, dim: int) -> Tensor:
+    """Sum the partial `x` over the tensor ranks, and keep this rank's t-th of its dimension `dim`.
+
+    Backward all-gathers. With `gather_to_tensor` it stands for g and f (Korthikanti et al. 2022, §4.2.2).
+    """
+    return _move(rank, x, dim, Rank.reduce_scatter, Rank.all_gather)
+
+
+def gather_to_tensor(rank: Rank, x: Tensor, dim: int) -> Tensor:
+    """Hand all tensor ranks' parts of `x`, in rank order along `dim`, to a divided region.
+
+    Backward reduce-scatters the ranks' partial gradients.
+    """
+    return _move(rank, x, dim, Rank.all_gather, Rank.reduce_scatter)
+
+
+def all_gather(rank: Rank, x: Tensor, dim: int) -> Tensor:
+    """Return all tensor ranks' parts of `x`, in rank order along `dim`; backward takes this rank's part."""
+    return _move(rank, x, dim, Rank.all_gather, take_own)
+
+
 def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
     """Take this tensor rank's part of a replicated `x`: the index-th of t equal, contiguous parts along `dim`.
 
@@ -36,19 +57,26 @@ def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
     return x if group.size == 1 else x.narrow(dim, group.index * width, width)
 
 
-def copied_linear(rank: Rank, x: Tensor, weight: Tensor, bias: Operand = None, transposed: bool = False) -> Tensor:
-    """Compute ``linear(copy_to_tensor(rank, x), weight, bias)``.
+def copied_linear(
+    rank: Rank, x: Tensor, weight: Tensor, bias: Operand = None, transposed: bool = False, gathered: bool = False
+) -> Tensor:
+    """Compute ``linear(copy_to_tensor(rank, x), weight, bias)``, or of ``gather_to_tensor(rank, x, 0)`` if `gathered`.
 
     `weight` is [out, in], or [in, out] where `transposed`. The backward posts f's all-reduce, computes the gradients of
-    weight and bias, and then waits for it.
+    weight and bias, and then waits for it. Of a gathered x this rank's part is kept, which the backward gathers again.
     """
-    return multiply(rank, Linear(transposed), x, [weight], [bias])[0]
+    return multiply(rank, Linear(transposed), x, [weight], [bias], gathered)[0]
 
 
 def copied_linears(
-    rank: Rank, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Operand] | None = None, transposed: bool = False
+    rank: Rank,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Operand] | None = None,
+    transposed: bool = False,
+    gathered: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Compute several linears of one f(x), whose gradients of x are added before f's all-reduce; biases may be None.
+    """Compute several linears as `copied_linear` does one; biases may be None.
 
     Raises ValueError where there are not as many biases as weights.
     """
@@ -57,17 +85,45 @@ def copied_linears(
         raise ValueError(
             f"copied_linears was given {len(weights)} weights and {len(given)} biases, expected a bias or None for each"
         )
-    return multiply(rank, Linear(transposed), x, weights, given)
+    return multiply(rank, Linear(transposed), x, weights, given, gathered)
 
 
 def copied_linear_gelu(
-    rank: Rank, x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu = "none", transposed: bool = False
+    rank: Rank,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    approximate: Gelu = "none",
+    transposed: bool = False,
+    gathered: bool = False,
 ) -> Tensor:
-    """Compute `kernels.linear_gelu` of f(x), with f's all-reduce beside the weights' gradients."""
-    return activate_linear(partial(copied_linear, rank, transposed=transposed), x, weight, bias, approximate)
+    """Compute `kernels.linear_gelu` with the product of `copied_linear`."""
+    product = partial(copied_linear, rank, transposed=transposed, gathered=gathered)
+    return activate_linear(product, x, weight, bias, approximate)
 
 
 COPIED = (copied_linear, copied_linears, copied_linear_gelu)
+
+
+Move = Callable[..., Tensor]  # of a rank, a tensor and the dimension `dim`
+
+
+def _move(rank: Rank, x: Tensor, dim: int, forward: Move, backward: Move) -> Tensor:
+    if rank.group("tensor").size == 1:
+        return x
+    moved = forward(rank, x.detach(), dim)  # out here, as in `sum_over_ranks`
+    return _Moved.apply(x, moved, rank, dim, backward)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moved: Tensor, rank: Rank, dim: int, backward: Move) -> Tensor:
+        ctx.back = partial(backward, rank, dim=dim)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(gradient), None, None, None, None
 
 
 class _Copy(torch.autograd.Function):

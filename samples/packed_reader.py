@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,8 +67,9 @@ def make_batch(rows: int) -> dict[str, Tensor]:
 
 
 @cache
-def make_program(*mesh: int) -> CompiledProgram:
+def make_program(*mesh: int, sequence_parallel: bool = False) -> CompiledProgram:
     """Return the right program of the model on `mesh`, with four microbatches of one sequence."""
     torch.manual_seed(0)
-    options = {"num_microbatches": 4, "schedule": "1f1b", "num_model_chunks": 1}
-    return autoptd.compile(Reader(), mesh, example_inputs=make_batch(1), **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"num_microbatches": 4, "schedule": "1f1b", "num_model_chunks": 1}
+    options["sequence_parallel"] = sequence_parallel
+    return autoptd.compile(Reader(), mesh, example_inputs=make_batch(1), **options)

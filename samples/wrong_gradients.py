@@ -165,13 +165,14 @@ def step_the_plain_model() -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: what is wrong, where it was published, and how it is made here."""
+    """A fault: what is wrong, where it was published, and how it is made here, perhaps `by_tokens` divided."""
 
     name: str
     published: str
     edit: Edit | None = None
     call: Callable[[], AbstractContextManager[Any]] = nullcontext
     run: Callable[[], None] | None = None
+    by_tokens: bool = False
 
 
 HEAD = "head = collectives.copied_linear("
@@ -180,6 +181,8 @@ PARTIAL = "rank, blocks0_out)"
 BIAS = 'p["blocks.0.out.bias"]'
 OWN_CLASSES = "(lambda rank, x, y, vocabulary: aten.cross_entropy_loss(x, aten.clamp(y, 0, 18)))"
 BACKWARD = "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0\nsteady, 2 times, microbatch +1: 1F1 1RECV_F2 1B1 1SEND_B1"
+QKV = 'rank, blocks0_norm, p["blocks.0.qkv.weight"], p["blocks.0.qkv.bias"]'
+GATHERED = QKV.replace("rank, blocks0_norm", "collectives.all_gather(rank, blocks0_norm, dim=0)")
 ORDER = "warm-up: 0F0 0SEND_F0\nsteady, 2 times, microbatch +1: 0RECV_B0 0F1 0SEND_F1 0B0"
 
 FAULTS = (
@@ -279,6 +282,31 @@ FAULTS = (
         run=lambda: run_loop(make_program(2, 1, 1), read_by_rank),
     ),
     Fault("the optimizer has the parameters from before", "accelerate #3256", run=step_the_plain_model),
+    Fault("divided tokens are not gathered", "", rewrite((f"{QKV}, gathered=True", QKV)), by_tokens=True),
+    Fault(
+        "the gradients of gathered tokens are not summed",
+        "",
+        rewrite((f"collectives.copied_linear({' ' * 18}", "aten.linear("), (f"{QKV}, gathered=True", GATHERED)),
+        by_tokens=True,
+    ),
+    Fault(
+        "tokens are scattered along another dimension",
+        "",
+        rewrite(("rank, blocks0_out, dim=0", "rank, blocks0_out, dim=2")),
+        by_tokens=True,
+    ),
+    Fault(
+        "the gradient of a norm of divided tokens is summed over replicas alone",
+        "",
+        place("blocks.0.mlp_norm.weight", REPLICATED),
+        by_tokens=True,
+    ),
+    Fault(
+        "tensor ranks draw one mask for different tokens",
+        "",
+        rewrite(("p=0.1, sample=1, divided=0", "p=0.1, sample=1")),
+        by_tokens=True,
+    ),
 )
 
 
@@ -298,7 +326,7 @@ def find(fault: Fault) -> Found:
         except (ValueError, RuntimeError) as error:
             return Found("a step", str(error))
         return Found("", "")
-    program = make_program(2, 2, 2)
+    program = make_program(2, 2, 2, sequence_parallel=fault.by_tokens)
     edited = fault.edit(program) if fault.edit else program
     try:
         edited.check()

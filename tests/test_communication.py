@@ -136,6 +136,34 @@ def test_a_layer_has_two_all_reduces_forward_and_two_backward(mesh: tuple[int, i
         assert kinds <= {"all_reduce", "all_gather"}
 
 
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 2, 1), *map(slow, [(4, 1, 1), (2, 2, 2)])], ids=str)
+def test_divided_tokens_are_scattered_and_gathered(mesh: tuple[int, int, int]) -> None:
+    """As many bytes as the all-reduces, and a gather again for each weight's gradient; boundaries need none."""
+    m, t = 2, mesh[0]
+    program = compile_model(MEGATRON, mesh, num_microbatches=m, sequence_parallel=True)
+    measured = measure(program, MEGATRON)
+    sums = m * (2 * LAYERS + 1)  # behind attentions, MLPs and the embedding; in front of these and of the head
+
+    def over(kind: str, when: str) -> tuple[int, int]:
+        return over_pipeline(program, [getattr(x, when) for x in measured], f"tensor {kind}")
+
+    assert over("reduce_scatter", "forward") == (sums, sums * STREAM)
+    assert over("all_gather", "forward") == (sums, sums * STREAM // t)
+    assert over("all_reduce", "forward") == (2 * m, 3 * m * TOKENS)  # of the loss
+    assert over("reduce_scatter", "training") == (2 * sums, 2 * sums * STREAM)
+    assert over("all_gather", "training") == (3 * sums, 3 * sums * STREAM // t)
+    text = " ".join(str(program).split())
+    printed = re.search(r"collectives per microbatch: forward (\d+) \(([^)]*)\), backward (\d+) \(([^)]*)\)", text)
+    assert printed is not None, text
+    assert [int(printed[1]) * m, int(printed[3]) * m] == [2 * sums, 3 * sums]
+    assert printed[2] == write_bytes(8 * 2 * sums * STREAM // m)
+    assert printed[4] == write_bytes(8 * 3 * sums * STREAM // m)
+    # Once a step the gradients of a stage's norms and biases are summed, in one bucket.
+    assert over("all_reduce", "training")[0] == 2 * m + len(program.stages)
+    for rank in measured:
+        assert set(rank.training.sent.values()) <= {m * STREAM // t}
+
+
 SENDING: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((2, 2, 1), {"num_microbatches": 4, "num_model_chunks": 2}),
     ((4, 2, 1), {"num_microbatches": 3, "schedule": "1f1b"}),
@@ -231,7 +259,7 @@ def test_the_plan_prints_what_is_counted(config: ModelConfig, t: int, p: int, re
     program = compile_model(config, (t, p, 1), **options)
     text = " ".join(str(program).split())
     printed = re.search(
-        r"all-reduces per microbatch: forward (\d+) \(([^)]*)\), backward (\d+) \(([^)]*)\)[^;]*; "
+        r"collectives per microbatch: forward (\d+) \(([^)]*)\), backward (\d+) \(([^)]*)\)[^;]*; "
         r"the loss reduces three numbers a token",
         text,
     )

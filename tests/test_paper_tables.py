@@ -48,6 +48,25 @@ def test_training_times_are_the_papers() -> None:
     assert days(128, 25_600, 450e9, 3072, 163) == pytest.approx(84, abs=1)
 
 
+# Seconds of an iteration with full recomputation, and with sequence parallelism and selective recomputation: tables 3
+# and 5 of Korthikanti et al. 2022, on the devices of SC21.
+BY_TOKENS = (
+    (PaperRow("22B", 64, 6144, 48, 8, 1, 8, 4, 4, 0), 1.42, 1.10),
+    (PaperRow("175B", 96, 12288, 96, 8, 8, 64, 1, 64, 0, 3), 18.13, 13.75),
+    (PaperRow("530B", 128, 20480, 105, 8, 35, 280, 1, 280, 0, 3), 49.05, 37.83),
+    (PaperRow("1T", 160, 25600, 128, 8, 64, 512, 1, 512, 0), 94.42, 71.49),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("row", "full", "by_tokens"), BY_TOKENS, ids=[row.name for row, _, _ in BY_TOKENS])
+def test_times_with_sequence_parallelism(row: PaperRow, full: float, by_tokens: float) -> None:
+    assert simulate_row(compile_row(row), SELENE).step_seconds == pytest.approx(full, rel=0.1)
+    step = simulate_row(compile_row(row, recompute="selective", sequence_parallel=True), SELENE)
+    assert step.step_seconds == pytest.approx(by_tokens, rel=0.1)
+    assert step.fits
+
+
 def test_the_smallest_row() -> None:
     """Table 1's first row, which needs no links."""
     (row,) = (row for row in TABLE_1 if row.name == "1.7B")

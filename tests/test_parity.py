@@ -51,7 +51,13 @@ class Case:
             schedule=self.schedule,
             num_model_chunks=self.v,
             scatter_gather=self.scatter_gather,
+            sequence_parallel=self.by_tokens,
         )
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether what lies between the divided regions is divided by tokens, also where t does not divide them."""
+        return self.t > 1 and self.seed % 10 > 0
 
     @property
     def sequences(self) -> int:
@@ -174,6 +180,8 @@ def test_the_cases_cover_every_option() -> None:
     assert any(case.t > 1 and case.config.kv_heads % case.t for case in CASES)
     assert any(case.config.vocabulary % case.t for case in CASES)
     assert any(case.config.tied and case.p > 1 for case in CASES)
+    assert sum(case.by_tokens for case in CASES) >= 60
+    assert any(case.by_tokens and case.config.length % case.t for case in CASES)
 
 
 TRAINED = [

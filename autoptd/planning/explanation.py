@@ -13,6 +13,7 @@ from autoptd.passes.ir.nodes import module_path
 from autoptd.passes.ir.program import Stage
 from autoptd.planning.estimator import Estimator
 from autoptd.planning.plan import Candidate
+from autoptd.runtime import collectives
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.simulate.step import Simulation, Training
 
@@ -97,9 +98,12 @@ def explain_program(
     changes: tuple[Change, ...] = (Change("other settings", refused=REORDERED if reordered else UNKNOWN),)
     if model is not None and options is not None and not reordered:
         known = model, simulation.cluster, manifest.mesh.size, simulation.dtype, training
-        given: Any = {"example_inputs": make_example(manifest), "loss_fn": loss_fn, "options": options}
-        estimator = Estimator(*known, **given, scatter_gather=manifest.scatter_gather, search=True)
-        changes = tuple(_change(manifest, options.recompute, estimator))
+        given: Any = {"example_inputs": make_example(manifest), "loss_fn": loss_fn}
+        given |= {"scatter_gather": manifest.scatter_gather, "search": True}
+        divided = any(n.target is collectives.reduce_scatter for stage in stages for n in stage.graph.nodes)
+        both = options, replace(options, sequence_parallel=not divided)
+        estimators = [Estimator(*known, **given, options=each) for each in both]
+        changes = tuple(_change(manifest, options.recompute, *estimators, divided=divided))
     modules = ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p])
     exposed = {kind: simulation.breakdown[kind] for kind in ("tensor", "pipeline", "data")}
     return Explanation(simulation, modules, (p - 1) / (v * m), exposed, work, changes)
@@ -113,14 +117,20 @@ def _name_modules(stage: Stage) -> str:
 # Other settings
 
 
-def _change(manifest: Manifest, recompute: str | int, estimator: Estimator) -> Iterator[Change]:
+def _change(
+    manifest: Manifest, recompute: str | int, estimator: Estimator, other: Estimator, *, divided: bool
+) -> Iterator[Change]:
+    """Yield the changes; `other` estimates with whole tokens where they are `divided`, or the other way round."""
     mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
     sizes = mesh.tensor, mesh.pipeline, mesh.data, manifest.microbatch_size, m, v
     own = Candidate(*sizes, recompute, manifest.schedule)
     now = estimator.estimate(own).step_seconds / (m * mesh.data)
-    for what, candidate in _list_neighbours(own):
+    rows = [(what, candidate, estimator) for what, candidate in _list_neighbours(own)]
+    if mesh.tensor > 1:
+        rows.append((f"{'whole' if divided else 'divided'} tokens between divided regions", own, other))
+    for what, candidate, chosen in rows:
         try:
-            found = estimator.estimate(candidate)
+            found = chosen.estimate(candidate)
         except ValueError as error:
             yield Change(what, refused=str(error))
             continue

@@ -53,6 +53,7 @@ def plan(
     fuse: bool = True,
     layout: str = "sbh",
     rules: Mapping[Any, str] | None = None,
+    sequence_parallel: bool | None = None,
     device: str | torch.device | None = None,
     overlap: bool = True,
     zero: int = 0,
@@ -93,7 +94,8 @@ def plan(
     check_free_counts(max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks)
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn}
-    options = Options(fuse=fuse, layout=layout, rules=rules, device=device)
+    written: Any = {"layout": layout, "rules": rules, "sequence_parallel": sequence_parallel}
+    options = Options(fuse=fuse, device=device, cluster=described, **written)
     given |= {"scatter_gather": scatter_gather, "options": options}
     training = Training(overlap, zero, wide_gradients)
     estimator = Estimator(model, described, world_size, dtype, training, **given)

@@ -11,7 +11,6 @@ from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.nodes import module_path
 from autoptd.passes.ir.program import Stage, recomputed_groups
-from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
@@ -40,7 +39,7 @@ class StageOverview:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A number of messages or all-reduces, and the sum of their bytes."""
+    """A number of messages or collectives, and the sum of their bytes."""
 
     count: int
     bytes: int
@@ -55,7 +54,7 @@ class Traffic:
 class Communication:
     """The communication of one tensor rank of each stage, summed over the stages.
 
-    `tensor_forward`, `tensor_backward` are all-reduces, and `pipeline_forward`, `pipeline_backward` messages, of one
+    `tensor_forward`, `tensor_backward` are collectives, and `pipeline_forward`, `pipeline_backward` messages, of one
     microbatch; `tensor_repeated` are those of `tensor_backward` that recomputation repeats. `loss`: that reduces
     three numbers a token. Once a step replicas sum at most `gradient_bytes`, and tensor ranks gradients of `partial`.
     """
@@ -175,17 +174,22 @@ def _count_communication(manifest: Manifest, stages: Sequence[Stage]) -> Communi
     divided = stages if manifest.mesh.tensor > 1 else ()
     nodes = [node for stage in divided for node in stage.graph.nodes]
     repeated = {node for stage in divided for node in find_repeated(stage, manifest.mesh)}
-    reductions = [node for node in nodes if node.target is collectives.reduce_from_tensor]
-    copies = [node for node in nodes if has_trait(node, Trait.SUMS_GRADIENTS)]
-    again = [forward_work(node).reduced for node in reductions if node in repeated]
+    moving = [node for node in nodes if getattr(node.target, "__module__", "") == collectives.__name__]
+    forward = {node: size for node in moving if (size := forward_work(node).exchanged)}
+    backward: list[int] = []
+    for node in moving:
+        work, linear = backward_work(node), node.target in collectives.COPIED
+        # A linear gathers its input again, and scatters its gradient.
+        backward += [work.gathered // 2] * 2 if linear and work.gathered else [work.exchanged] * bool(work.exchanged)
+    again = [size for node, size in forward.items() if node in repeated]
     sends = [b for s in manifest.stages if manifest.mesh.pipeline > 1 for b in s.sends]
     ranks = range(manifest.mesh.pipeline) if manifest.mesh.data > 1 else ()
     trained = max((count_owned(manifest, rank).trained for rank in ranks), default=0)
     parameters = ((n, p) for n, p in manifest.parameters.items() if manifest.owners(n))
     partial = [name for name, parameter in parameters if parameter.placement.has_partial_gradient]
     return Communication(
-        tensor_forward=Traffic.of(forward_work(node).reduced for node in reductions),
-        tensor_backward=Traffic.of([backward_work(node).reduced for node in copies] + again),
+        tensor_forward=Traffic.of(forward.values()),
+        tensor_backward=Traffic.of(backward + again),
         tensor_repeated=Traffic.of(again),
         loss=any(node.target is kernels.cross_entropy for node in nodes),
         pipeline_forward=Traffic.of(_crossing(b, manifest) for b in sends),

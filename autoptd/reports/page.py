@@ -20,8 +20,8 @@ TICKS = 10**6  # of a step, in the drawing
 MOMENTS = 500  # of a step, in the course of memory
 LEVELS = 2000  # of memory, up to the fullest rank's peak
 COMMUNICATION = {
-    "tensor_forward": "all-reduce over tensor ranks, forward",
-    "tensor_backward": "all-reduce over tensor ranks, backward",
+    "tensor_forward": "collectives of tensor ranks, forward",
+    "tensor_backward": "collectives of tensor ranks, backward",
     "pipeline_forward": "messages between stages, forward",
     "pipeline_backward": "messages between stages, backward",
 }

@@ -107,7 +107,7 @@ def describe_all(program: Overview) -> Iterator[str]:
         traffics = communication.tensor_forward, communication.tensor_backward, communication.tensor_repeated
         forward, backward, again = (f"{one.count} ({write_bytes(one.bytes)})" for one in traffics)
         yield (
-            f"tensor all-reduces per microbatch: forward {forward}, backward {backward}"
+            f"tensor collectives per microbatch: forward {forward}, backward {backward}"
             + f", of which recomputation repeats {again}" * bool(communication.tensor_repeated.count)
             + "; the loss reduces three numbers a token" * communication.loss
         )

@@ -235,7 +235,7 @@ def _list_work_lines(work: Work, direction: str) -> Iterator[Line]:
     yield "scores_again", sum((p.flops for p in work.products if p.repeated), sympy.Integer(0))
     yield "elementwise", work.elementwise
     yield "moved", work.moved
-    yield "communicated", 2 * (t - 1) / t * work.reduced
+    yield "communicated", (t - 1) / t * (2 * work.reduced + work.gathered)
 
 
 def _typical(amounts: Sequence[Number]) -> Number:

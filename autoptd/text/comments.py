@@ -55,17 +55,20 @@ def write_communication(node: fx.Node, tensor: int) -> str:
         logits = node.args[1].meta["val"]
         row = len(logits) * max(4, logits.element_size())  # reduced in float32 or wider
         return f"all-reduce, {write_bytes(row)} + {write_bytes(2 * row)} over tensor"
-    reduced = forward_work(node).reduced
-    return f"all-reduce, {write_bytes(reduced)} over tensor" if reduced else ""
+    work = forward_work(node)
+    kind = "all-reduce" if work.reduced else "all-gather"
+    kind = "reduce-scatter" if node.target is collectives.reduce_scatter else kind
+    return f"{kind}, {write_bytes(work.exchanged)} over tensor" if work.exchanged else ""
 
 
 def write_hidden(node: fx.Node, tensor: int) -> str:
     """Write what the call's backward sends to the other tensor ranks while it computes; empty if nothing."""
     if tensor == 1 or node.target not in COPIED:
         return ""
-    size = write_bytes(tensor_bytes(node.args[1].meta["val"]))  # type: ignore[union-attr]
+    size, gathered = tensor_bytes(node.args[1].meta["val"]), node.kwargs.get("gathered")  # type: ignore[union-attr]
+    kind = "all-gather and reduce-scatter" if gathered else "all-reduce"
     whose = "the weights' gradients" if node.target is collectives.copied_linears else "the weight's gradient"
-    return f"backward: all-reduce, {size} over tensor, beside {whose}"
+    return f"backward: {kind}, {write_bytes(size * tensor if gathered else size)} over tensor, beside {whose}"
 
 
 class Headings:

@@ -48,7 +48,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of one direction: computing, and waiting for the tensor group's all-reduces."""
+    """Seconds of one direction: computing, and waiting for the tensor group's collectives."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -92,13 +92,14 @@ class Durations:
         return ceil(seconds * NANOSECONDS)
 
     def seconds(self, work: Work) -> Seconds:
-        """Return the seconds of one direction of one node: computing, and all-reduces that no overlapped work hides.
+        """Return the seconds of one direction of one node: computing, and collectives that no overlapped work hides.
 
         A device of one multiprocessor, a core, sums and copies itself, so it overlaps nothing.
         """
         if work not in self._known:
             device, dtype, scale = self.cluster.device, self.precision.dtype, self.precision.scale
             exposed = self.cluster.all_reduce_seconds(work.reduced * scale, self.tensor_group)
+            exposed += self.cluster.all_gather_seconds(work.gathered * scale, self.tensor_group)
             if work.overlapped is not None and self.overlap and device.multiprocessors > 1:
                 exposed = max(0.0, exposed - device.seconds(work.overlapped, dtype, scale))
             self._known[work] = Seconds(device.seconds(work, dtype, scale), exposed)

@@ -1,5 +1,6 @@
 """Our functions: linears, dropout and norms of sums, and the collectives f and g with their readers (SC21 §2.3)."""
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -15,7 +16,7 @@ from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast, regroup
 from autoptd.passes.operators.gemms import find_gradients, multiply
 from autoptd.passes.operators.pointwise import elementwise_order
-from autoptd.passes.operators.quantities import Product, Value, Work, differentiate, tensor_arguments
+from autoptd.passes.operators.quantities import Number, Product, Value, Work, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed
 from autoptd.passes.operators.views import view_backward
@@ -134,7 +135,11 @@ def _reduce_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement
 
 
 def _copied_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
-    """f, and the linears that read it."""
+    """f, and the linears that read it, or a gather."""
+    if bound_arguments(node).get("gathered"):
+        x: Any = node.args[1]
+        gathered: proof.Found = _gathered_placed(node, placements)
+        return products.product_placed(node, ChainMap({x: gathered}, placements))  # type: ignore[arg-type]
     placement, alone = proof.read(node.args[1], placements), node.target is collectives.copy_to_tensor
     if isinstance(placement, Shard | Partial):
         linear = node.target.__name__.removeprefix("copied_")  # type: ignore[union-attr]
@@ -147,12 +152,36 @@ def _copied_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     return placement if alone else products.product_placed(node, placements)
 
 
+def _scattered_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    """A partial sum that is reduce-scattered, of which each rank then has a part."""
+    _reduce_placed(node, placements)
+    return _part_of(node)
+
+
+def _gathered_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    """Parts along the dimension that is gathered, of which each rank has one run."""
+    placement, dim = proof.read(node.args[1], placements), 0 if node.target in collectives.COPIED else node.args[2]
+    if isinstance(placement, proof.Unknown) or (
+        placement.dim == dim and all(part.divided and part.outer == 1 for part in placement.segments)
+    ):
+        return proof.WHOLE
+    raise proof.PlacementError(
+        f"gathers {proof.describe(node.args[1], placements)}: expected parts along dimension {dim}, in rank order"
+    )
+
+
 def _own_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
-    placement, shape = proof.read(node.args[1], placements), shape_of(node)
+    placement = proof.read(node.args[1], placements)
     if isinstance(placement, Shard | Partial):
         raise proof.PlacementError(
             f"takes this rank's part of {proof.describe(node.args[1], placements)}: expected a whole value"
         )
+    return _part_of(node)
+
+
+def _part_of(node: fx.Node) -> AxisPlacement:
+    """Of a result of which each rank has a run along the dimension that its call names."""
+    shape = shape_of(node)
     dim = int(argument(node, 2, "dim")) % len(shape)
     return Shard(dim, (Segment(1, shape[dim], 1, True),))
 
@@ -162,20 +191,47 @@ def _all_reduce(node: fx.Node, value: Value, *_: Any) -> Work:
     return Work(read=size, written=size, reduced=size, launches=2)
 
 
+def _move(node: fx.Node, value: Value, *_: Any) -> Work:
+    """A reduce-scatter or an all-gather."""
+    x: Any = node.args[1]
+    whole = value.bytes(x if node.target is collectives.reduce_scatter else node)
+    return Work(read=value.bytes(x), written=value.bytes(node), gathered=whole, launches=2)
+
+
+def _copied_work(node: fx.Node, value: Value) -> Work:
+    """The products, behind the gather of x."""
+    x: Any = node.args[1]
+    work = multiply(node, value)
+    if not (whole := _gathered_bytes(node, value)):
+        return work
+    return work + Work(read=value.bytes(x), written=whole, gathered=whole, launches=2)
+
+
+def _gathered_bytes(node: fx.Node, value: Value) -> Number:
+    """Return the bytes of x of all tensor ranks together, where it is gathered first; else 0."""
+    x: Any = node.args[1]
+    if not bound_arguments(node).get("gathered"):
+        return 0
+    rows = value.shape(node)[0][:-1] if isinstance(node.meta["val"], tuple) else value.shape(node)[:-1]
+    return prod(rows) * value.shape(x)[-1] * x.meta["val"].itemsize
+
+
 def _copied_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    """The gradient of x, and its all-reduce, beside which the others are computed."""
+    """The gradient of x, and its sum, beside which the others are computed; x is gathered again beside the former."""
     x: Any = node.args[1]
     work, overlapped = find_gradients(node, value, wanted)
     if x not in wanted:
         return work + overlapped
-    return replace(work + overlapped + Work(reduced=value.bytes(x), launches=1), overlapped=overlapped)
+    whole = _gathered_bytes(node, value)
+    summed = Work(gathered=2 * whole, launches=2) if whole else Work(reduced=value.bytes(x), launches=1)
+    return replace(work + overlapped + summed, overlapped=overlapped)
 
 
 _NORM = OperatorRules(placed=over_placed(lambda node, rank: [rank - 1]))
 _ANY = Trait.ANY_PLACEMENT
 _F = _ANY | Trait.SUMS_GRADIENTS
 _SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=_ANY)
-_COPIED = OperatorRules(placed=_copied_placed, work=multiply, backward=_copied_backward, traits=_F)
+_COPIED = OperatorRules(placed=_copied_placed, work=_copied_work, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((kernels.linear, kernels.linear_gelu), products.PRODUCT),
@@ -200,6 +256,11 @@ RULES: Mapping[Any, OperatorRules] = {
     collectives.copy_to_tensor: replace(_COPIED, work=None, backward=_all_reduce, traits=_F | Trait.FREE),
     collectives.reduce_from_tensor: OperatorRules(
         placed=_reduce_placed, work=_all_reduce, backward=lambda *_: Work(), traits=_ANY | Trait.SUMS_RANKS
+    ),
+    collectives.reduce_scatter: OperatorRules(placed=_scattered_placed, work=_move, backward=_move, traits=_ANY),
+    collectives.gather_to_tensor: OperatorRules(placed=_gathered_placed, work=_move, backward=_move, traits=_F),
+    collectives.all_gather: OperatorRules(
+        placed=_gathered_placed, work=_move, backward=lambda *_: Work(), traits=_ANY | Trait.SUMS_RANKS
     ),
     collectives.take_own: OperatorRules(placed=_own_placed, backward=view_backward, traits=_ANY | Trait.FREE),
 }

@@ -107,6 +107,8 @@ def _regroup_parts(placement: AxisPlacement, stride: int, step: int, extent: int
     (part,) = placement.segments
     start = stride * part.inner
     end = start * part.size
+    if part.outer == 1 and start % step and end % step == 0:  # one run, of whatever rows
+        part, start = Segment(1, end // step, 1, True), step
     if part.size == 1:
         inside = step < end <= top and (end < top or part.outer == 1) and end % step == 0
     else:

@@ -43,8 +43,9 @@ class Work:
     """The work of one direction of one operator, on one rank and one microbatch.
 
     `elementwise` are FLOPs besides the products, one per element; `read` and `written` bytes of memory; `reduced`
-    the bytes that are all-reduced over the tensor group; `launches` the kernels that a device starts. `overlapped` is
-    the part of the work that is computed while the all-reduce runs; None if the device waits for it.
+    the bytes that are all-reduced over the tensor group, `gathered` those that are all-gathered or reduce-scattered, of
+    all ranks together; `launches` the kernels that a device starts. `overlapped` is the part of the work that is
+    computed while these run; None if the device waits for them.
     """
 
     products: tuple[Product, ...] = ()
@@ -52,6 +53,7 @@ class Work:
     read: Number = 0
     written: Number = 0
     reduced: Number = 0
+    gathered: Number = 0
     launches: int = 0
     overlapped: Work | None = None
 
@@ -65,13 +67,18 @@ class Work:
         """The bytes read and written."""
         return self.read + self.written
 
+    @property
+    def exchanged(self) -> Number:
+        """The bytes of the values that tensor ranks reduce, scatter and gather."""
+        return self.reduced + self.gathered
+
     def __add__(self, other: Work) -> Work:
         sums = {name: own + getattr(other, name) for name, own in vars(self).items() if name != "overlapped"}
         overlapped = sum(filter(None, (self.overlapped, other.overlapped)), Work()) or None
         return Work(**sums, overlapped=overlapped)
 
     def __bool__(self) -> bool:
-        return self.launches > 0 or self.reduced != 0
+        return self.launches > 0 or self.exchanged != 0
 
 
 def adam_bytes(item: float, *, copied: bool = False) -> float:

@@ -163,13 +163,17 @@ class _Region:
         return size
 
     def insert_copy(self, node: fx.Node, readers: list[fx.Node]) -> None:
-        """Let `readers` read f(node)."""
+        """Let `readers` read f(node); a gather whose gradient is partial on all ranks is one with f."""
+        marked = REPLICATED.with_partial_gradient("tensor")
+        if node.target is collectives.all_gather and len(readers) == len(self.readers(node)):
+            node.target = collectives.gather_to_tensor
+            change_info(node, placement=marked)
+            return
         with self.graph.inserting_after(node):
             arguments = self.rank, node
             copy = add_node(self.graph, "call_function", collectives.copy_to_tensor, arguments, name=f"{node.name}_f")
         layers = {info(reader).layer for reader in readers} - {None}
         layer = layers.pop() if len(layers) == 1 else info(node).layer
-        marked = REPLICATED.with_partial_gradient("tensor")
         describe(copy, node.meta["val"], info(node), placement=marked, layer=layer)
         for reader in readers:
             reader.replace_input_with(node, copy)

@@ -1,12 +1,13 @@
-"""All-reduces of the backward that run beside the gradients of weights.
+"""Collectives of the backward that run beside the gradients of weights.
 
 f (`collectives.copy_to_tensor`) sums the gradient of what a divided region reads. Autograd calls it when all readers
 have done their backwards, and nothing is left to do meanwhile. Where these are linears (after fusion), one operator
 stands for f and them: its backward computes the gradient of x, posts the sum, computes those of the weights, and waits.
+So where x is gathered first (`collectives.gather_to_tensor`); then the operator keeps a rank's own part only.
 """
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, copy_node, info, shape_of, walk
 from autoptd.passes.ir.products import MatrixProduct, read_product
 from autoptd.passes.ir.program import Program, copy_graph
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, collectives, kernels
 
 
@@ -35,14 +37,14 @@ def overlap_reductions(program: Program) -> Program:
     for stage in program.stages:
         copied = replace(stage, graph=copy_graph(stage.graph))
         trained = find_trained(copied)
-        for f in copied.graph.find_nodes(op="call_function", target=collectives.copy_to_tensor):
+        for f in [node for node in copied.graph.nodes if has_trait(node, Trait.SUMS_GRADIENTS)]:
             readers, reason = _read(f, trained)
             found[reason] += 1
             if not reason:
                 writer.replace(_join(f, readers), name=f"{readers[0].node.name}_together")
         stages.append(replace(stage, graph=rename_nodes(copied.graph)))
     total, hidden = found.total(), found.pop("", 0)
-    entry = f"overlap_reductions {hidden} of {total} all-reduces backward beside weight gradients"
+    entry = f"overlap_reductions {hidden} of {total} sums backward beside weight gradients"
     reasons = "; ".join(f"{count} {reason}" for reason, count in found.items())
     return program.replace_stages(tuple(stages), entry + (f", not: {reasons}" if reasons else ""))
 
@@ -51,6 +53,8 @@ def _read(f: fx.Node, trained: Container[fx.Node]) -> tuple[list[MatrixProduct],
     """Return the readers of f, in graph order; or why it stays."""
     users = sorted(f.users)
     views = [user for user in users if is_reshape(user)]
+    if f.target is collectives.gather_to_tensor and (views or argument(f, 2, "dim") != 0):
+        return [], "of what is gathered in another order than it is read"
     if views and views == users:
         if len({shape_of(view) for view in views}) > 1 or shape_of(views[0])[-1] != shape_of(f)[-1]:
             return [], f"read in other shapes by {called(views[0])}"
@@ -77,15 +81,16 @@ def _join(f: fx.Node, readers: Sequence[MatrixProduct]) -> Match:
     """Describe the operator that stands for f and its readers."""
     first, rank = readers[0], f.args[0]
     x: Any = f.args[1]
+    options = first.options | ({"gathered": True} if f.target is collectives.gather_to_tensor else {})
     if first.x is not f:  # a view, whose like the other readers have too
         x = Call(first.x.target, (x, *first.x.args[1:]), first.x)
     members = {f, *(reader.x for reader in readers)}
     if len(readers) == 1:
-        return Match(_single(rank, x, first), members)
+        return Match(_single(rank, x, first, options), members)
     weights, biases = ([getattr(r, name) for r in readers] for name in ("weight", "bias"))
     given = [biases] if any(bias is not None for bias in biases) else []
     nodes = tuple(_without_gelu(reader) for reader in readers)
-    call = Call(collectives.copied_linears, (rank, x, weights, *given), nodes[0], first.options)
+    call = Call(collectives.copied_linears, (rank, x, weights, *given), nodes[0], options)
     return Match(call, members, several=nodes)
 
 
@@ -101,12 +106,12 @@ def _without_gelu(reader: MatrixProduct) -> fx.Node:
     return linear
 
 
-def _single(rank: Any, x: Any, reader: MatrixProduct) -> Call:
+def _single(rank: Any, x: Any, reader: MatrixProduct, options: Mapping[str, Any]) -> Call:
     """Return the operator for one reader."""
     args, node = (rank, x, *reader.parameters), reader.node
     if node.target is kernels.linear_gelu:
-        return Call(collectives.copied_linear_gelu, args, node, _approximation(reader) | reader.options)
-    return Call(collectives.copied_linear, args, node, reader.options)
+        return Call(collectives.copied_linear_gelu, args, node, {**_approximation(reader), **options})
+    return Call(collectives.copied_linear, args, node, options)
 
 
 def _approximation(reader: MatrixProduct) -> dict[str, Any]:

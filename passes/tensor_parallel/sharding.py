@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.names import free_name
 from autoptd.passes.ir.nodes import called, copy_node
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made, copy_graph
@@ -27,17 +28,26 @@ from autoptd.passes.operators.unfamiliar import UNFAMILIAR, bound_hidden
 from autoptd.passes.tensor_parallel.analysis import find_axes
 from autoptd.passes.tensor_parallel.choice import choose_axes, replicated_heads
 from autoptd.passes.tensor_parallel.gradient_copies import place_copies
+from autoptd.passes.tensor_parallel.sequence import divide_tokens
 from autoptd.passes.tensor_parallel.symbols import name_dimensions
 from autoptd.runtime import collectives
 from autoptd.runtime.program.manifest import Input
 from autoptd.runtime.program.placement import Parameter
 
 
-def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -> Program:
+def shard_tensors(
+    program: Program,
+    *,
+    rules: Mapping[Any, str] | None = None,
+    by_tokens: bool | None = None,
+    cluster: Cluster | None = None,
+) -> Program:
     """Divide the one-stage program over the tensor ranks of its mesh; every value's ``meta`` becomes one rank's.
 
-    Also finds which dimension of each batch input is the batch, and gives dropout the axes its mask is keyed by.
-    Raises ValueError for an operator that is not torch's own and has no rule, or heads that t does not divide.
+    Where `by_tokens`, what lies between the divided regions is divided by tokens; None: where it pays on a `cluster`,
+    by default the paper's. Also finds which dimension of each
+    batch input is the batch, and gives dropout the axes its mask is keyed by. Raises ValueError for an operator that is
+    not torch's own and has no rule, or heads that t does not divide.
     """
     stage = _separate_uses(program.stages[0])
     tensor = program.mesh.tensor
@@ -54,10 +64,14 @@ def shard_tensors(program: Program, *, rules: Mapping[Any, str] | None = None) -
     program = replace(program, inputs=inputs, stages=(stage,))
     localizer = Localizer(program, axis_map, divided, batch, filled(stage.constants))
     graph = localizer.run(lambda localizer, node: rules_of(node).local(localizer, node))
+    tokens = ""
+    if tensor > 1 and by_tokens is not False:
+        asked = None if by_tokens else cluster or Cluster.load("dgx-a100")
+        tokens = divide_tokens(graph, program.mesh, table, localizer.named, batch, asked)
     parameters, copies = place_copies(graph, localizer.parameters, program.mesh.pipeline)
     reductions = sum(n.target is collectives.reduce_from_tensor for n in graph.nodes)
     summed = f"{reductions} all-reduces forward, {copies} backward"
-    entry = f"shard_tensors tensor={tensor}: {len(divided)} axes divided, {summed}"
+    entry = f"shard_tensors tensor={tensor}: {len(divided)} axes divided, {summed}{tokens}"
     if axis_map.repeated:
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"

@@ -83,7 +83,8 @@ class DimensionSymbols:
         """Return a `shape` of `axes` as expressions by what is `tried` as divided; one of another size is a number."""
 
         def express(axis: Axis, size: int) -> sympy.Expr:
-            found = (self.local(axis, own) for own in tried)
+            found = [self.local(axis, own) for own in tried]
+            found += [whole / symbol("t") for whole in found]  # of a rank's tokens
             return next((e for e in found if self._evaluate(e) == size), sympy.Integer(size))
 
         return tuple(express(axis, size) for axis, size in zip(axes, shape, strict=True))

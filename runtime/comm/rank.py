@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.comm.groups import Group, ProcessGroup, Reduction, ThreadGroup
+from autoptd.runtime.comm.groups import Group, ProcessGroup, Reduction, Result, ThreadGroup
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.mesh import Coordinates, Mesh
@@ -65,11 +66,31 @@ class Rank:
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         """Reduce `x` over the tensor ranks while nothing else is computed. May overwrite `x`."""
+        return self._measure(lambda group: group.all_reduce(x, op))
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Sum `x` over the tensor ranks, and return this rank's part of the sum along `dim`."""
+        size = self.group("tensor").size
+        flat = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim))
+        (own,) = self._measure(lambda group: group.post_reduce_scatter(flat.view(-1)).wait())
+        return own.view(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """Return the `x` of all tensor ranks, in rank order along `dim`."""
+        size = self.group("tensor").size
+        into = x.new_empty(size * x.numel())
+        parts = self._measure(lambda group: group.post_all_gather(x.contiguous().view(-1), into).wait())
+        if dim == 0:
+            return parts.view(size * x.shape[0], *x.shape[1:])
+        return torch.cat(parts.view(size, *x.shape).unbind(), dim)
+
+    def _measure(self, collective: Callable[[Group], Result]) -> Result:
+        """Run a collective of the tensor ranks, and record its time if there is a step to measure."""
         group = self.group("tensor")
         if self.measured is None or group.size == 1:
-            return group.all_reduce(x, op)
+            return collective(group)
         begin = self.measured.mark()
-        result = group.all_reduce(x, op)
+        result = collective(group)
         self.measured.add("tensor", begin)
         return result
 

@@ -38,10 +38,19 @@ def add_linear(total: Tensor, x: Tensor, weight: Tensor, scale: float = 1.0, tra
 
 
 def multiply(
-    rank: Rank | None, product: Linear, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Operand]
+    rank: Rank | None,
+    product: Linear,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Operand],
+    gathered: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Compute `product` of x, or of ``copy_to_tensor(rank, x)``, with each weight and its bias."""
-    return _Products.apply(rank, product, x, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    """Compute `product` of x with each weight and its bias; with a `rank` of f(x), or of x `gathered` over dimension 0.
+
+    Of what is gathered only this rank's part is kept: the backward gathers it again.
+    """
+    whole = rank.all_gather(x.detach(), 0) if gathered and rank is not None else None
+    return _Products.apply(rank, product, x, whole, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -96,14 +105,17 @@ class _Products(torch.autograd.Function):
     """The products as one node that saves x once, and the weights."""
 
     @staticmethod
-    def forward(ctx: Any, rank: Rank | None, product: Linear, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, rank: Rank | None, product: Linear, x: Tensor, whole: Operand, *parameters: Any
+    ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
-        ctx.rank, ctx.product, ctx.shape = rank, product, x.shape
+        ctx.rank, ctx.product, ctx.shape, ctx.gathered = rank, product, x.shape, whole is not None
         ctx.sums = [getattr(weight, SUM, None) for weight in weights]  # recomputed, others are saved
-        wanted = ctx.needs_input_grad[3 : 3 + count]
+        wanted = ctx.needs_input_grad[4 : 4 + count]
         ctx.save_for_backward(x if any(wanted) else None, *weights)
-        return tuple(product.multiply(x, *pair) for pair in zip(weights, biases, strict=True))
+        taken = x if whole is None else whole
+        return tuple(product.multiply(taken, *pair) for pair in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -112,17 +124,22 @@ class _Products(torch.autograd.Function):
         product, measured = ctx.product, None if ctx.rank is None else ctx.rank.measured
         # If rows must be copied, then once, and not in each product that reads them.
         gradients = tuple(_rows(gradient).view(gradient.shape) for gradient in gradients)
-        own, *wanted = ctx.needs_input_grad[2:]
+        own, _, *wanted = ctx.needs_input_grad[2:]
         posted = begin = of_x = None
+        group: Any = ctx.rank and ctx.rank.group("tensor")
+        if gathers := ctx.gathered and x is not None:
+            parts = group.post_all_gather(x.contiguous().view(-1), x.new_empty(group.size * x.numel()))
         if own:
             (left, right), *rest = zip(map(_rows, gradients), map(product.turn, weights), strict=True)
             total = _multiply(left, right, product.scale)
             for left, right in rest:
                 total.addmm_(left, right, alpha=product.scale)
-            of_x = total.view(ctx.shape)
-            if ctx.rank is not None:
-                posted = ctx.rank.group("tensor").post_all_reduce([total])
+            of_x = None if ctx.gathered else total.view(ctx.shape)
+            if group is not None:
+                posted = group.post_reduce_scatter(total.view(-1)) if ctx.gathered else group.post_all_reduce([total])
                 begin = None if measured is None else measured.mark()
+        if gathers:
+            x = parts.wait().view(-1, *ctx.shape[1:])
         count = len(gradients)
         of_weights = [
             product.differentiate_weight(sums, gradient, x) if asked else None
@@ -136,7 +153,7 @@ class _Products(torch.autograd.Function):
             if measured is not None:
                 measured.add("tensor", begin)
                 measured.add("weights", begin, computed)
-        return None, None, of_x, *of_weights, *of_biases
+        return None, None, of_x, None, *of_weights, *of_biases
 
 
 def _rows(x: Tensor) -> Tensor:

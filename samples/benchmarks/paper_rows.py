@@ -102,7 +102,7 @@ def compile_row(row: PaperRow, model: nn.Module | None = None, **options: Any) -
             num_microbatches=row.num_microbatches,
             schedule="1f1b" if row.chunks == 1 else "interleaved_1f1b",
             num_model_chunks=row.chunks,
-            **{"recompute": "full", **options},
+            **{"recompute": "full", "sequence_parallel": False, **options},  # of 2021
         )
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 import autoptd
+from autoptd.options import Options
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.planning.estimator import Estimate, Estimator
 from autoptd.planning.plan import Candidate, Plan, Space
@@ -58,9 +59,11 @@ def measure(row: PaperRow, chunks: int | None) -> tuple[object, ...]:
     fixed: Any = {"num_model_chunks": chunks, "recompute": "full"}
     size: Any = {"world_size": row.devices, "global_batch": row.batch, "cluster": cluster}
     start, busy = time.perf_counter(), time.process_time()
-    plans = autoptd.plan(model, **size, **fixed, **asdict(MEGATRON))
+    plans = autoptd.plan(model, **size, **fixed, **asdict(MEGATRON), sequence_parallel=False)
     wall, cpu = time.perf_counter() - start, time.process_time() - busy
-    estimator, space = (Estimator(model, cluster, row.devices, training=MEGATRON), Space(*size.values(), **fixed))
+    options = Options(sequence_parallel=False)  # of 2021
+    estimator = Estimator(model, cluster, row.devices, training=MEGATRON, options=options)
+    space = Space(*size.values(), **fixed)
     own = min(step for step, _ in time_mesh(row, (row.tensor, row.pipeline), estimator, space))
     best, estimate = find_best(row, plans, estimator, space)
     return (

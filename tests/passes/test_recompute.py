@@ -288,7 +288,7 @@ def test_a_saved_program_comes_back(recompute: str | int, tmp_path: Path) -> Non
         assert [n.target for n in calls[0]] == [n.target for n in calls[1]]
         assert [info(n).recompute for n in calls[0]] == [info(n).recompute for n in calls[1]]
     loaded.check()
-    tensors = next(line for line in str(program).splitlines() if line.startswith("tensor all-reduces"))
+    tensors = next(line for line in str(program).splitlines() if line.startswith("tensor collectives"))
     assert tensors in str(loaded)
 
 

@@ -43,6 +43,15 @@ def test_changes_are_what_the_changed_program_takes() -> None:
         assert change.step_seconds == pytest.approx(program.simulate("dgx-a100").step_seconds, rel=0.005)
 
 
+@pytest.mark.parametrize(("by_tokens", "what"), [(True, "whole"), (False, "divided")])
+def test_sequence_parallelism_is_compared_with_the_other_way(by_tokens: bool, what: str) -> None:
+    program, other = (compile_gpt((2, 2, 1), sequence_parallel=way) for way in (by_tokens, not by_tokens))
+    change = next(c for c in program.explain().changes if c.what == f"{what} tokens between divided regions")
+    simulated = other.simulate("dgx-a100")
+    assert change.step_seconds == pytest.approx(simulated.step_seconds, rel=0.005)
+    assert change.memory_bytes == pytest.approx(max(simulated.memory_bytes), rel=0.01)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -52,7 +52,7 @@ def test_the_plan_is_shown_in_numbers() -> None:
         sum(map(targets.count, each))
         for each in ([collectives.reduce_from_tensor], [collectives.copy_to_tensor, *collectives.COPIED])
     )
-    assert f"tensor all-reduces per microbatch: forward {forward} (" in text
+    assert f"tensor collectives per microbatch: forward {forward} (" in text
     assert f"backward {backward} (" in text
     assert "tied: wte.weight (also lm_head.weight) on pipeline ranks 0, 1, gradients summed" in text
     assert "gradients are summed over 3 replicas once a step, then divided" in lines
@@ -80,7 +80,7 @@ def test_one_rank_sends_nothing() -> None:
     program = compile_gpt((1, 1, 1))
     text = str(program)
     assert "data=1: 1 rank\n" in text
-    assert "tensor all-reduces" not in text
+    assert "tensor collectives" not in text
     assert "tied" not in text
     assert "replicas" not in text
     bare = summarize(replace(program.overview, title="a title", log=()))

@@ -14,6 +14,7 @@ OURS = [
     # An autograd function of the user's is its own operator, which the texts alone write as a call of ours.
     *(getattr(kernels, name) for name in kernels.__all__ if name != "autograd_function"),
     *(collectives.copy_to_tensor, collectives.reduce_from_tensor, collectives.take_own),
+    *(collectives.reduce_scatter, collectives.gather_to_tensor, collectives.all_gather),
     *collectives.COPIED,
 ]
 

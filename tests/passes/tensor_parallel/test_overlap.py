@@ -125,7 +125,7 @@ def compile_attention(bias: bool = False, freeze: Callable[[Any], Any] | None = 
 def test_linears_of_one_input_are_joined(bias: bool) -> None:
     program = compile_attention(bias)
     assert targets(program) == ["copied_linears", "copied_linears", "copied_linear"]
-    assert program.log[-1] == "overlap_reductions 3 of 3 all-reduces backward beside weight gradients"
+    assert program.log[-1] == "overlap_reductions 3 of 3 sums backward beside weight gradients"
     joined = next(n for n in program.stages[0].graph.nodes if n.target is collectives.copied_linears)
     assert len(joined.args[2]) == 3
     assert len(joined.args) == (4 if bias else 3)
@@ -146,9 +146,7 @@ def test_frozen_weights_hide_nothing() -> None:
         freeze=lambda model: (*model.q.parameters(), *model.k.parameters(), *model.v.parameters())
     )
     assert targets(frozen) == ["copy_to_tensor", "copied_linears", "copied_linear"]
-    assert frozen.log[-1].endswith(
-        "2 of 3 all-reduces backward beside weight gradients, not: 1 with weights that are frozen"
-    )
+    assert frozen.log[-1].endswith("2 of 3 sums backward beside weight gradients, not: 1 with weights that are frozen")
     adapted = compile_attention(freeze=lambda model: (*model.q.parameters(), *model.k.parameters()))
     assert targets(adapted) == ["copied_linears", "copied_linears", "copied_linear"]
 
@@ -201,7 +199,7 @@ def test_other_readers_are_left_alone(rewrite: Callable[[fx.Graph, fx.Node], Non
     program = change(prepare(Attention(False), 2, example), rewrite)
     made = overlap_reductions(program)
     assert targets(made) == ["copy_to_tensor", "copied_linears", "copied_linear"]
-    assert f"2 of 3 all-reduces backward beside weight gradients, not: {reason}" in made.log[-1]
+    assert f"2 of 3 sums backward beside weight gradients, not: {reason}" in made.log[-1]
 
 
 # The text

@@ -1,0 +1,231 @@
+"""Sequence parallelism: tokens divided between the divided regions, from placements and never from names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autoptd
+from autoptd.compiled import CompiledProgram
+from autoptd.passes.cost.saved_tensors import Ledger
+from autoptd.passes.ir.nodes import info
+from autoptd.passes.tensor_parallel.symbols import symbol
+from autoptd.runtime import collectives
+from samples.attention_coverage import CLASSES, make_inputs, make_model, randomize
+from samples.benchmarks.activation_memory import PaperGPT, Sizes, make_batch
+from samples.gpt import GPT, GPTConfig
+from tests.marks import slow
+from tests.models import MIDDLE, make_gpt
+from tests.ranks import run_ranks
+
+CONFIG = GPTConfig(vocab_size=66, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.1)
+MOST_ERROR = 1e-12
+
+
+def compile_gpt(mesh: tuple[int, int, int], config: GPTConfig = CONFIG, **options: Any) -> CompiledProgram:
+    given: dict[str, Any] = {"microbatch_size": 2, "num_microbatches": 4, "sequence_parallel": True, **options}
+    return autoptd.compile(make_gpt(config), mesh, **given)
+
+
+def verify(program: CompiledProgram) -> None:
+    report = program.verify()  # also raises
+    assert max(report.errors.values()) < MOST_ERROR
+
+
+def log_of(program: CompiledProgram) -> str:
+    return next(entry for entry in program.log if entry.startswith("shard_tensors"))
+
+
+def targets(program: CompiledProgram) -> list[Any]:
+    return [node.target for stage in program.stages for node in stage.graph.nodes]
+
+
+WAYS: list[dict[str, Any]] = [
+    {}, {"layout": "bsh"}, {"recompute": "full"}, {"recompute": "selective"}, {"fuse": False}, {"microbatch_size": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        *(((2, 2, 1), way) for way in WAYS),
+        *(slow(mesh, way) for mesh in [(2, 1, 1), (4, 1, 1), (2, 2, 2), (2, 3, 1)] for way in WAYS),
+    ],
+    ids=str,
+)
+def test_a_gpt_is_the_plain_one(mesh: tuple[int, int, int], options: dict[str, Any]) -> None:
+    program = compile_gpt(mesh, **options)
+    made = targets(program)
+    assert made.count(collectives.reduce_scatter) == 5
+    assert collectives.reduce_from_tensor not in made
+    verify(program)
+
+
+def test_without_it_the_tokens_stay_whole() -> None:
+    made = targets(compile_gpt((2, 1, 1), sequence_parallel=False))
+    assert made.count(collectives.reduce_from_tensor) == 5
+    assert collectives.reduce_scatter not in made
+
+
+def test_masks_of_dropout_are_the_same_bits() -> None:
+    """The loss in training mode, to the last digits, with whole and with divided tokens, on real ranks."""
+    batch = {name: torch.randint(0, 66, (8, 16)) for name in ("idx", "targets")}
+
+    def train(program: CompiledProgram) -> float:
+        def work(rank: int) -> float:
+            parallel = program.bind()
+            parallel.train()
+            return float(parallel(**batch)[1].detach())
+
+        losses: set[float] = set(run_ranks(work, program.mesh.size))
+        (loss,) = losses
+        return loss
+
+    config = GPTConfig(66, 16, 2, 4, 32, dropout=0.5)
+    losses = [train(compile_gpt((2, 1, 1), config, sequence_parallel=way)) for way in (False, True)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_sequences_that_do_not_divide_are_left_alone() -> None:
+    config = GPTConfig(vocab_size=64, block_size=15, n_layer=2, n_head=4, n_embd=32)
+    program = compile_gpt((2, 1, 1), config)
+    assert "not behind 5 sums that tensor=2 does not divide" in log_of(program)
+    assert collectives.reduce_scatter not in targets(program)
+    verify(program)
+
+
+def test_boundaries_carry_a_share_without_a_gather() -> None:
+    """Stages cut between layers send what each rank has."""
+    program = compile_gpt((2, 2, 1), GPTConfig(64, 16, 4, 4, 32))
+    streams = [b for stage in program.manifest.stages for b in stage.sends if b.shape[-1] == 32]
+    assert streams
+    for boundary in streams:
+        assert boundary.placement["tensor"].dim == 0
+        assert boundary.shape == (8, 2, 32)
+
+
+def test_each_term_of_the_activations_is_a_share() -> None:
+    """Of a layer's saved tensors a rank has exactly 1/t, to the byte (Korthikanti et al. 2022, table 2)."""
+
+    def saved(mesh: tuple[int, int, int], **options: Any) -> dict[str, list[int]]:
+        program = compile_gpt(mesh, **options)
+        (stage,) = program.stages
+        found: dict[str, list[int]] = {}
+        for node, storages in Ledger(stage, program.mesh).first_kept():
+            if info(node).path.startswith("h."):
+                found.setdefault(info(node).path, []).extend(storage.nbytes() for storage in storages)
+        return {path: sorted(sizes) for path, sizes in found.items()}
+
+    whole = saved((1, 1, 1), sequence_parallel=None)
+    assert saved((2, 1, 1)) == {path: [size // 2 for size in sizes] for path, sizes in whole.items()}
+    assert saved((4, 1, 1)) == {path: [size // 4 for size in sizes] for path, sizes in whole.items()}
+
+
+@pytest.mark.parametrize("tensor", [2, slow(4)])
+@pytest.mark.parametrize(("recompute", "scores"), [("none", 1), ("selective", 0)])
+def test_the_papers_formula_has_every_term_over_t(recompute: str, scores: int, tensor: int) -> None:
+    """sbh/t (34 + 5as/h) of Korthikanti et al. 2022 (§4.2.3), and 34 sbh/t selective.
+
+    Of these, masks of dropout, 2 sbh + as²b, are drawn again here; the statistics of norms, 16 sb, they leave out.
+    """
+    sizes = Sizes(16, 2, 64, 8, layers=4)
+    model, options = PaperGPT(sizes).to(torch.bfloat16), {"example_inputs": make_batch(sizes), "recompute": recompute}
+    cost = autoptd.compile(model, (tensor, 1, 1), sequence_parallel=True, **options).cost  # type: ignore[arg-type]
+    a, b, f, h, s, t, layer = map(symbol, "abfhstl")
+    paper = s * b * h * (34 + scores * 5 * a * s / h) / t
+    ours = paper - (2 * s * b * h + scores * a * s**2 * b - 16 * s * b) / t
+    assert sympy.expand(cost.layers[layer].saved.subs(f, 4 * h) - ours) == 0
+    # Two gathers and two scatters of 2 bytes in each direction, and two gathers again for the weights' gradients.
+    assert sympy.expand(cost.layers[layer].communicated - 2 * (4 + 4 + 2) * s * b * h * (t - 1) / t) == 0
+
+
+def test_linears_keep_a_scattered_input_and_gather_it_again() -> None:
+    text = compile_gpt((2, 1, 1)).texts[0]
+    call = re.search(r"h0_mlp_gelu = collectives.copied_linear_gelu\(.*?\n    \).*?\n", text, re.DOTALL)
+    assert call is not None
+    assert "all-gather, 4.1 kB over tensor" in call[0]
+    assert "gathered=True" in call[0]
+    assert "backward: all-gather and reduce-scatter, 4.1 kB over tensor, beside the weight's gradient" in call[0]
+
+
+class Sums(nn.Module):
+    """Regions that qualify, and what needs all tokens between them: a cumulative sum, a shift, a mean over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(4))
+        self.inner = nn.ModuleList(nn.Linear(16, 32) for _ in range(3))
+        self.outer = nn.ModuleList(nn.Linear(32, 16) for _ in range(3))
+        self.scale = nn.Parameter(torch.randn(8, 1))
+
+    def mlp(self, number: int, x: Tensor) -> Tensor:
+        made: Tensor = self.outer[number](torch.tanh(self.inner[number](x)))
+        return made
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + self.mlp(0, self.norms[0](x)) * self.scale  # one number for each position
+        x = x + torch.cumsum(self.norms[1](x), dim=1)
+        x = x + self.mlp(1, x)
+        before = functional.pad(x[:, :-1], (0, 0, 1, 0))
+        x = self.norms[2](x) + before - x.mean(1, keepdim=True)
+        x = self.norms[3](x + self.mlp(2, x))
+        return functional.cross_entropy((x @ self.table.weight.t()).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (4, 1, 1), slow((2, 2, 1))], ids=str)
+def test_only_what_treats_tokens_one_by_one_is_divided(mesh: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    inputs = {name: torch.randint(0, 32, (2, 8)) for name in ("ids", "labels")}
+    program = autoptd.compile(Sums(), mesh, example_inputs=inputs, num_microbatches=2, sequence_parallel=True)
+    made = targets(program)
+    assert collectives.reduce_scatter in made
+    assert collectives.all_gather in made  # for what needs all tokens, and has a whole gradient
+    assert collectives.take_own in made  # the numbers of this rank's positions
+    verify(program)
+
+
+QUICK = ("GPTNeoXForCausalLM", "OPTForCausalLM", "T5ForConditionalGeneration", "Olmo2ForCausalLM")
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), slow((2, 2, 1))], ids=str)
+@pytest.mark.parametrize("name", [*QUICK, *(slow(name) for name in CLASSES if name not in QUICK)])
+def test_classes_of_transformers(name: str, mesh: tuple[int, int, int]) -> None:
+    model = make_model(name, "sdpa") or make_model(name, "eager")
+    assert model is not None
+    options: dict[str, Any] = {"example_inputs": make_inputs(name), "num_microbatches": 2}
+    program = autoptd.compile(randomize(model), mesh, sequence_parallel=True, **options)
+    assert collectives.reduce_scatter in targets(program)
+    verify(program)
+
+
+# By default
+
+
+def test_by_default_where_it_pays() -> None:
+    """A rank of a small model waits longer for the messages than it saves."""
+    large = autoptd.compile(make_gpt(GPTConfig(512, 1024, 1, 8, 1024), device="meta"), (2, 1, 1))
+    assert "tokens divided between 3 reduce-scatters and 3 all-gathers forward" in log_of(large)
+    small = compile_gpt((2, 1, 1), MIDDLE, sequence_parallel=None)
+    assert "tokens stay whole, as they are few for DGX A100 (Selene)" in log_of(small)
+
+
+def test_several_input_shapes_divide_tokens_only_if_asked() -> None:
+    """Of which t may divide one and not another, whose norms would then be summed otherwise."""
+    model = make_gpt(GPTConfig(512, 1024, 1, 8, 1024), device="meta")
+    shapes = [{name: torch.zeros(1, n, dtype=torch.long) for name in ("idx", "targets")} for n in (1024, 1023)]
+    assert "tokens" not in log_of(autoptd.compile(model, (2, 1, 1), example_inputs=shapes))
+    with pytest.raises(ValueError, match="all shapes train the same parameters: compile this one alone"):
+        autoptd.compile(model, (2, 1, 1), example_inputs=shapes, sequence_parallel=True)
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence_parallel is 'yes'; expected True or False"):
+        autoptd.compile(GPT(CONFIG), (2, 1, 1), sequence_parallel="yes")  # type: ignore[arg-type]
