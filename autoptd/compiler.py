@@ -35,10 +35,7 @@ from autoptd.runtime.program.schedule import check_shape, make_schedule
 from autoptd.runtime.user_warnings import warn_caller
 from autoptd.simulate.stage_times import count_flops
 from autoptd.text.writer import emit_texts, keep_text
-from autoptd.versions import read_versions, warn_untested
 from autoptd.weights.deferred_init import read_initial
-
-warn_untested(read_versions())
 
 
 def compile(

@@ -77,7 +77,7 @@ IMPORTS = {
         "compiled": "capture check gc_pause input_shapes options "
                     "planning reports simulate text verification weights",
         "compiler": "capture compiled description gc_pause input_shapes loss options "
-                    "pass_list planning progress simulate text versions weights",
+                    "pass_list planning progress simulate text weights",
         "description": "capture loss",
         "difference": "compiled planning text",
         "gc_pause": "",
@@ -92,7 +92,6 @@ IMPORTS = {
         "simulate": "options",
         "text": "check",
         "verification": "capture loss text weights",
-        "versions": "",
         "weights": "capture",
     },
 }
