@@ -1,19 +1,14 @@
 """Initial weights of a model on the meta device: the distributions that building it on a real device would draw.
 
-The model's constructor is run again and recorded, or `initializer` on a copy; if neither is possible, each module's
-``reset_parameters``. Nothing is guessed: uncertain cases are refused, with the reason.
+The model's constructor is run again and recorded, with `initializer` after it if there is one. Nothing is guessed:
+uncertain cases are refused, with the reason.
 """
 
-import ast
-import builtins
 import contextlib
 import copy
 import inspect
 import io
 import itertools
-import os
-import re
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -34,12 +29,6 @@ R = TypeVar("R")
 Initializer = Callable[[nn.Module], object] | None
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-# Methods of modules, containers and tensors that a constructor may call, since they give no parameter its values.
-_HARMLESS = re.compile(
-    "__init__|add_module|append|eval|extend|get|insert|items|join|keys|print|register_(buffer|module|parameter)|"
-    "requires_grad_|train|update|values|"
-    "bool|expand|flatten|float|int|long|repeat|reshape|squeeze|t|to|transpose|unsqueeze|view"
-)
 
 
 def read_initial(program: Program, *, model: nn.Module, initializer: Initializer = None) -> Program:
@@ -87,27 +76,21 @@ def _initialize(model: nn.Module, initializer: Initializer) -> tuple[nn.Module, 
             given = {k: v for k, v in vars(own).items() if not k.startswith("_") and not _holds_tensors(v)}
             vars(other).update(given)  # attributes that were set after building
     except UnknownError:
-        writes = Writes()
-        twin, how = _copy_on_meta(model, writes), ""
+        twin, writes, how = copy_structure(model, make_twin), Writes(), ""
+        for tensor in twin.parameters():
+            writes.watch(tensor)
     with writes:
         _call(partial(initializer, twin), "initializer= fails")
     return twin, writes, "initializer= does" + f", after {how.removesuffix(' does')}" * bool(how)
 
 
 def _build(model: nn.Module) -> tuple[nn.Module, Writes, str]:
-    writes = Writes()
-    arguments = _find_arguments(model)
-    if isinstance(arguments, dict):
-        with writes:
-            twin = _call(lambda: type(model)(**arguments), f"{type(model).__name__} cannot be built again")
-        _compare(model, twin, arguments)
-        return twin, writes, f"{type(model).__name__}({', '.join(f'self.{name}' for name in arguments)}) does"
-    _check_constructors(model, arguments)
-    twin = _copy_on_meta(model, writes)
+    """Return a twin that the constructor of `model` makes again, its writes, and the call. Raises UnknownError."""
+    arguments, writes = _find_arguments(model), Writes()
     with writes:
-        _reset(twin)
-    _compare_versions(model, twin)
-    return twin, writes, "each module's reset_parameters does"
+        twin = _call(lambda: type(model)(**arguments), f"{type(model).__name__} cannot be built again")
+    _compare(model, twin, arguments)
+    return twin, writes, f"{type(model).__name__}({', '.join(f'self.{name}' for name in arguments)}) does"
 
 
 def _read_draws(made: nn.Module, names: list[str], writes: Writes) -> dict[str, tuple[Draw, ...]]:
@@ -125,13 +108,6 @@ def _read_draws(made: nn.Module, names: list[str], writes: Writes) -> dict[str, 
     return draws
 
 
-def _copy_on_meta(model: nn.Module, writes: Writes) -> nn.Module:
-    twin = copy_structure(model, make_twin)
-    for tensor in twin.parameters():
-        writes.watch(tensor)
-    return twin
-
-
 def _call(function: Callable[[], R], message: str) -> R:
     """Return the result of the user's `function`; UnknownError, beginning with `message`, if it fails."""
     try:
@@ -142,21 +118,15 @@ def _call(function: Callable[[], R], message: str) -> R:
         raise UnknownError(f"{message} ({found})") from error
 
 
-# By the model's own constructor
-
-
-def _find_arguments(model: nn.Module) -> dict[str, Any] | str:
-    """Return copies of the constructor's arguments, from the attributes that keep them; or why they are unknown."""
-    kind = type(model)
-    if _is_torchs(kind):
-        return f"{kind.__name__} keeps no arguments of its constructor"
-    arguments = {}
+def _find_arguments(model: nn.Module) -> dict[str, Any]:
+    """Return copies of the constructor's arguments, from the attributes that keep them. Raises UnknownError."""
+    kind, arguments = type(model), {}
     for name, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name not in vars(model):
-            return f"{kind.__name__}.__init__ cannot be called again: it keeps no self.{name}"
+            raise UnknownError(f"{kind.__name__}.__init__ cannot be called again: it keeps no self.{name}")
         value = vars(model)[name]
         if _holds_tensors(value):
-            return f"{kind.__name__}.__init__ cannot be called again: self.{name} holds modules or tensors"
+            raise UnknownError(f"{kind.__name__}.__init__ cannot be called again: self.{name} holds modules or tensors")
         arguments[name] = copy.deepcopy(value)
     return arguments
 
@@ -175,7 +145,9 @@ def _compare(model: nn.Module, twin: nn.Module, arguments: Mapping[str, object])
     for own, other in itertools.zip_longest(_list_structure(model), _list_structure(twin)):
         if own != other:
             raise UnknownError(f"{kind}({', '.join(arguments)}) builds another model: {other}, not {own}")
-    _compare_versions(model, twin)
+    for name, parameter in twin.named_parameters():
+        if (extra := model.get_parameter(name)._version - parameter._version) > 0:
+            raise UnknownError(f"{name} was written {extra} times more, after the model was built")
 
 
 def _list_structure(model: nn.Module) -> Iterator[str]:
@@ -185,74 +157,3 @@ def _list_structure(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         home = homes.setdefault(id(parameter), name)
         yield f"{name} is {home if home != name else list(parameter.shape)}"
-
-
-def _compare_versions(model: nn.Module, twin: nn.Module) -> None:
-    """Raise UnknownError if a parameter of `model` was written more often than its initialisation writes it."""
-    for name, parameter in twin.named_parameters():
-        if (extra := model.get_parameter(name)._version - parameter._version) > 0:
-            raise UnknownError(f"{name} was written {extra} times more, after the model was built")
-
-
-# By each module's reset_parameters
-
-
-def _reset(twin: nn.Module) -> None:
-    """Initialise every module with parameters of its own, inner ones first, as constructors do."""
-    for path, module in reversed(list(twin.named_modules())):
-        own = [name for name, _ in module.named_parameters(recurse=False)]
-        if own and not callable(getattr(module, "reset_parameters", None)):
-            name = ".".join(filter(None, (path, own[0])))
-            raise UnknownError(f"{name}: {type(module).__name__} has no reset_parameters")
-        if own:
-            _call(module.reset_parameters, f"{path}: {type(module).__name__}.reset_parameters fails")
-
-
-def _check_constructors(model: nn.Module, why: str) -> None:
-    """Raise UnknownError if a constructor of the model's own classes may do more than build modules."""
-    for kind in dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__):
-        builds = issubclass(kind, nn.Module) and not _is_torchs(kind) and "__init__" in vars(kind)
-        if builds and (line := _find_more(kind)):
-            raise UnknownError(f"{why}, and {kind.__qualname__}.__init__ may write parameters: {line}")
-
-
-def _find_more(kind: type) -> str:
-    """Return the first line of a constructor that calls more than classes and torch's functions, or ""."""
-    function = inspect.unwrap(vars(kind)["__init__"])
-    try:
-        lines, first = inspect.getsourcelines(function)
-        (tree,) = ast.parse(textwrap.dedent("".join(lines))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return "its source is not available"
-    scope = {**vars(builtins), **function.__globals__, **inspect.getclosurevars(function).nonlocals}
-    for node in ast.walk(tree):
-        called = isinstance(node, ast.Call) and not _only_builds(node.func, scope)
-        if isinstance(node, (ast.Call, ast.Assign, ast.AugAssign)) and (called or _changes_elements(node)):
-            line = lines[node.lineno - 1].strip()
-            return f"{os.path.basename(inspect.getfile(kind))}:{first + node.lineno - 1}: {line}"
-    return ""
-
-
-def _changes_elements(node: ast.AST) -> bool:
-    """Return whether an assignment writes into a tensor: ``x[...] = ...`` or ``x.data = ...``."""
-    targets = [node.target] if isinstance(node, ast.AugAssign) else getattr(node, "targets", [])
-    return any(isinstance(t, ast.Subscript) or getattr(t, "attr", "") == "data" for t in targets)
-
-
-def _only_builds(called: ast.expr, scope: Mapping[str, object]) -> bool:
-    """Return whether the callee makes a new object, judged by its name."""
-    path = ast.unparse(called)
-    if _HARMLESS.fullmatch(path.rpartition(".")[2]):
-        return True
-    if not re.fullmatch(r"[\w.]+", path) or path.endswith("_"):
-        return False
-    first, *rest = path.split(".")
-    value: Any = scope.get(first)
-    for name in rest:
-        value = getattr(value, name, None)
-    module = str(getattr(value, "__module__", None))
-    return isinstance(value, type) or module.split(".")[0] in ("builtins", "torch", "math", "copy")
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.split(".")[0] == "torch" or kind is object

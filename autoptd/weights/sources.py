@@ -58,8 +58,8 @@ def check_values(manifest: Manifest, tensors: Weights) -> None:
         raise ValueError(
             f"{len(empty)} tensors are on the meta device and have no values ({', '.join(empty[:5])}), and their "
             f"initialisation is unknown: {why}. Give weights= to bind, or initializer= to compile: a function that "
-            "initialises the model in place, as you would call it on a model with real weights; it must write all of "
-            "them if the constructor does more than build"
+            "initialises the model in place, as you would call it on a model with real weights (each module's "
+            "reset_parameters(), say); it must write all of them if the constructor cannot be called again"
         )
 
 
