@@ -17,7 +17,7 @@ from autoptd.capture.quantized_modules import read_quantized
 from autoptd.check.program import ProgramError, check_program
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import describe_shape, find_disagreement, naming_program
-from autoptd.options import Options, check_graphs, check_known, check_seed
+from autoptd.options import Options, check_graphs, check_seed
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols
@@ -140,7 +140,6 @@ class CompiledProgram:
         batch: Mapping[str, Tensor] | None = None,
         seed: int = 0,
         dtype: str = "float64",
-        **unknown: object,
     ) -> Report:
         """Run one step of all ranks on this machine in float64 and compare loss and every gradient.
 
@@ -148,7 +147,6 @@ class CompiledProgram:
 
         See `autoptd.verification.step.verify_program` for the arguments and what is raised.
         """
-        check_known(CompiledProgram.verify, unknown)
         check_seed(seed)
         if batch is not None and not isinstance(batch, Mapping):
             raise TypeError(f"batch is {batch!r}; expected a dict of tensors by input name, or None")
@@ -179,7 +177,6 @@ class CompiledProgram:
         overlap: bool = True,
         zero: int = 0,
         wide_gradients: bool = True,
-        **unknown: object,
     ) -> Simulation:
         """Time one training step on `cluster` and count the memory of every pipeline rank, without any device.
 
@@ -198,7 +195,6 @@ class CompiledProgram:
 
         Raises ValueError for an invalid cluster file, and for a dtype that its device does not compute in.
         """
-        check_known(CompiledProgram.simulate, unknown)
         described = Cluster.load(cluster)
         training = Training(overlap, zero, wide_gradients)
         return simulate_program(self.manifest, self.stages, self.schedule, described, dtype, training)

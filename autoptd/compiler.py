@@ -61,7 +61,6 @@ def compile(
     world_size: int | None = None,
     global_batch: int | None = None,
     cluster: Cluster | str | Path | None = None,
-    **unknown: object,
 ) -> CompiledProgram:
     """Compile a plain model into the program that trains it on ``tensor x pipeline x data`` devices.
 
@@ -92,7 +91,6 @@ def compile(
     Raises TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
     """
     end_with_launcher()  # compiling takes its time, and comes before bind
-    options.check_known(compile, unknown)
     options.check_seed(seed)
     needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
     options.check_planned(mesh, needed, num_microbatches)

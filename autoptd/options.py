@@ -1,8 +1,7 @@
 """Check the options of `autoptd.compile` before anything else."""
 
 import difflib
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +71,9 @@ def _read_device_mesh(mesh: DeviceMesh) -> Mesh:
 def check_modes(*, schedule: str, recompute: object = MODES[0], layout: str = LAYOUTS[0]) -> None:
     """Raise ValueError for a schedule, a mode of recomputing or a layout that does not exist."""
     if schedule not in SCHEDULES:
-        raise ValueError(_explain_unknown("schedule", schedule, SCHEDULES))
+        (nearest,) = difflib.get_close_matches(str(schedule), SCHEDULES, n=1, cutoff=0.0)
+        known = ", ".join(SCHEDULES)
+        raise ValueError(f"unknown schedule {schedule!r}; did you mean {nearest!r}? Known schedules: {known}")
     layers = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
     if not layers and recompute not in MODES:
         raise ValueError(
@@ -137,16 +138,3 @@ def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: 
     for name in ("world_size", "global_batch"):
         if needed[name] is not None:
             raise ValueError(f'{name}= goes with mesh="auto" only: leave it out with mesh={mesh!r}')
-
-
-def check_known(function: Callable[..., Any], unknown: Mapping[str, object]) -> None:
-    """Raise TypeError for the first of `unknown`, keyword arguments that `function` does not have."""
-    parameters = inspect.signature(function).parameters.items()
-    known = [name for name, p in parameters if p.kind is not p.VAR_KEYWORD and name != "self"]
-    for name in unknown:
-        raise TypeError(_explain_unknown("option", name, known))
-
-
-def _explain_unknown(kind: str, name: object, known: Collection[str]) -> str:
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-    return f"unknown {kind} {name!r}; did you mean {nearest!r}? Known {kind}s: {', '.join(known)}"

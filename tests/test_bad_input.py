@@ -153,14 +153,6 @@ def test_unknown_schedule(given: str, nearest: str) -> None:
     refused(ValueError, repr(given), "gpipe, 1f1b, interleaved_1f1b", *parts, schedule=given)
 
 
-@pytest.mark.parametrize(
-    ("given", "nearest"),
-    [("microbatches", "num_microbatches"), ("scater_gather", "scatter_gather"), ("chunks", "num_model_chunks")],
-)
-def test_unknown_option(given: str, nearest: str) -> None:
-    refused(TypeError, f"unknown option {given!r}", f"did you mean {nearest!r}", **{given: 2})
-
-
 @pytest.mark.parametrize("name", ["num_microbatches", "num_model_chunks", "microbatch_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, "4"])
 def test_counts(name: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from autoptd.capture.fake_module import leave_modes
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import list_examples
-from autoptd.options import Options, check_counts, check_flags, check_free_counts, check_known, check_modes
+from autoptd.options import Options, check_counts, check_flags, check_free_counts, check_modes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.planning.estimator import Estimate, Estimator
@@ -58,7 +58,6 @@ def plan(
     overlap: bool = True,
     zero: int = 0,
     wide_gradients: bool = True,
-    **unknown: object,
 ) -> tuple[Plan, ...]:
     """Find the fastest way to train `model` on `world_size` devices that fits in their memory.
 
@@ -85,7 +84,6 @@ def plan(
     Raises TypeError or ValueError for what the user gave, for a world size that no mesh divides, and where no plan
     fits: then the one that needs least, its fullest rank and the bytes that it is over.
     """
-    check_known(plan, unknown)
     check_modes(schedule="1f1b" if schedule is None else schedule, layout=layout)
     check_flags(fuse=fuse, scatter_gather=scatter_gather)
     if recompute not in (None, *RECOMPUTE):
