@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -46,8 +47,9 @@ def write_value_shape(node: fx.Node, tensor: int) -> str:
 
 def write_communication(node: fx.Node, tensor: int) -> str:
     """Write what the call sends to the other tensor ranks, forward or backward; empty if nothing (torch's own)."""
-    value = node.meta.get("val")
-    if tensor == 1 or not isinstance(value, Tensor) or isinstance(node.target, torch._ops.OpOverload):
+    value: Any = node.meta.get("val")
+    own = isinstance(value, Tensor) or node.target is collectives.copied_linears
+    if tensor == 1 or not own or isinstance(node.target, torch._ops.OpOverload):
         return ""
     if node.target is collectives.copy_to_tensor:  # f: identity forward
         return f"backward: all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
@@ -66,9 +68,9 @@ def write_hidden(node: fx.Node, tensor: int) -> str:
     if tensor == 1 or node.target not in COPIED:
         return ""
     size, gathered = tensor_bytes(node.args[1].meta["val"]), node.kwargs.get("gathered")  # type: ignore[union-attr]
-    kind = "all-gather and reduce-scatter" if gathered else "all-reduce"
+    kind = "all-gather and reduce-scatter, each" if gathered else "all-reduce,"
     whose = "the weights' gradients" if node.target is collectives.copied_linears else "the weight's gradient"
-    return f"backward: {kind}, {write_bytes(size * tensor if gathered else size)} over tensor, beside {whose}"
+    return f"backward: {kind} {write_bytes(size * tensor if gathered else size)} over tensor, beside {whose}"
 
 
 class Headings:

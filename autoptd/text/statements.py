@@ -79,7 +79,7 @@ def write_calls(
         target = ", ".join(names[part] for part in parts or [node])
         note = "partial" if info(node).is_partial else write_communication(node, tensor)
         shape = "" if note and node.target in _SHAPE_KEPT else write_value_shape(node, tensor)
-        if node in repeated and note.startswith("all-reduce"):
+        if node in repeated and "over tensor" in note and not note.startswith("backward"):
             note += ", and again"
         if is_index(node):
             yield beside(f"{indent}{target} = {write_index(node, names)}", write_comment(shape, note))

@@ -131,7 +131,7 @@ def _softmax_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacemen
     proof.refuse_partial(node, placements)
     placement = _placed(node, placements)
     if argument(node, 5, "p", 0.0):
-        proof.check_key(placement, argument(node, 8, "divided"))
+        proof.check_key(placement, argument(node, 8, "divided"), argument(node, 9, "shape"))
     return placement
 
 

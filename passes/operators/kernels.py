@@ -93,7 +93,7 @@ def _sum_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     shape = shape_of(given["x"])
     placement = proof.merge([(term, proof.aligned(term, shape, placements)) for term in terms], shape)
     if given.get("p", node.target is kernels.uniform):
-        proof.check_key(placement, given.get("divided"))
+        proof.check_key(placement, given.get("divided"), given.get("shape"))
     if "weight" in given:
         proof.check_whole(given["x"], placement, [len(shape) - 1])
     return placement if placement is proof.WHOLE else proof.spread(node, placement)

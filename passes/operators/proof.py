@@ -261,9 +261,13 @@ def check_whole(own: fx.Node, placement: AxisPlacement, dims: Collection[int]) -
         )
 
 
-def check_key(placement: AxisPlacement, key: int | None) -> None:
-    """Raise `PlacementError` for draws of a divided value by the key of a whole one, or the other way round."""
-    if not isinstance(placement, Unknown) and (isinstance(placement, Shard)) != (key is not None):
+def check_key(placement: AxisPlacement, key: int | None, shape: Sequence[int] | None = None) -> None:
+    """Raise `PlacementError` for draws of a value that are keyed otherwise than it is divided.
+
+    A `shape` in which the value is seen has dimensions of its own.
+    """
+    right = placement.dim in (None, key) if key is not None and shape is None else True
+    if not isinstance(placement, Unknown) and not (right and isinstance(placement, Shard) == (key is not None)):
         own = "its divided dimension, so that each rank draws its own part"
         raise PlacementError(
             f"draws for a value that is {placement.word}, with divided={key}: expected divided="

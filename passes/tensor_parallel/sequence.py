@@ -46,13 +46,14 @@ def divide_tokens(
     gathers = regions.write()
     scattered = sum(n.target is collectives.reduce_scatter for n in graph.nodes)
     entry = f"; tokens divided between {scattered} reduce-scatters and {gathers} all-gathers forward"
-    return entry + (f", not behind {undivided} sums that tensor={mesh.tensor} does not divide" if undivided else "")
+    rest = f"behind {undivided} sums tokens stay whole, as tensor={mesh.tensor} divides no dimension of theirs"
+    return (entry if scattered else "") + (f"; {rest}" if undivided else "")
 
 
 def _token_dim(node: fx.Node, named: tuple[Axes, ...], batch: Container[Axis], tensor: int) -> int | None:
-    """Return the dimension of a sum that has its tokens: the first, but for samples, that t divides."""
+    """Return the dimension of a sum that begins with its tokens: the first, but for samples, that t divides."""
     (axes,) = named
-    outermost = [next(iter(ax.factors(axis)), axis) for axis in axes[:-1]]
+    outermost = [next((part for part in ax.factors(axis) if part.size > 1), axis) for axis in axes[:-1]]
     fits = (d for d, axis in enumerate(outermost) if axis not in batch and axis.size % tensor == 0)
     return next(fits, None)
 
@@ -85,7 +86,10 @@ class _Regions:
         return sum(dim is None for dim in sums.values())
 
     def _follow(self, node: fx.Node) -> None:
-        """Add a call that treats the tokens of its arguments one by one, as its operator's rule of axes says."""
+        """Add a call that treats the tokens of its arguments one by one, as its operator's rule of axes says.
+
+        Not a view in which a rank has one of t groups of tokens: a dimension of size 1 is like any other.
+        """
         unsized = has_trait(node, Trait.RESHAPES | Trait.REPEATS) and not isinstance(node.args[1], (list, tuple))
         if unsized or info(node).is_divided or info(node).is_partial or len(results_of(node)) > 1:
             return
@@ -100,7 +104,8 @@ class _Regions:
         tokens, *others = {ax.factors(axis_map.of(s)[self.dims[s]])[0] for s in sources if s in self.dims}
         contracted = axis_map.contractions.get(node)
         summed = contracted is not None and tokens in ax.leaves(contracted)
-        if others or summed or tokens.kind != "leaf" or tokens.blocked or tokens.size % self.tensor:
+        lone = has_trait(node, Trait.RESHAPES) and tokens.size == self.tensor
+        if others or summed or lone or tokens.kind != "leaf" or tokens.blocked or tokens.size % self.tensor:
             return
         place, places = _place(axis_map.all_of(node), tokens), {s: _place(axis_map.all_of(s), tokens) for s in sources}
         taken = {source: dim for source, dim in places.items() if source not in self.dims and dim is not None}
@@ -110,18 +115,23 @@ class _Regions:
             self.dims[node], self.taken[node] = place, taken
 
     def pay(self, cluster: Cluster) -> bool:
-        """Return whether the time to read and write the others' tokens exceeds that of twice as many messages.
+        """Return whether the time to read and write the others' tokens exceeds that of the gathers that are added.
 
-        The bytes of both are the same. A device of one multiprocessor also waits for what the backward gathers again.
+        Forward a reduce-scatter and a gather take as long as the all-reduce. The backward gathers the gradient of each
+        sum, where the all-reduce ran beside weight gradients; a device of one multiprocessor, which runs nothing
+        beside, also waits for the inputs that are gathered again.
         """
         sizes = {node: tensor_bytes(node.meta["val"]) for node in self.dims}
-        sums = [size for node, size in sizes.items() if node.target is collectives.reduce_from_tensor]
-        spared = 2 * (sum(sizes.values()) - sum(sums)) * (self.tensor - 1) // self.tensor  # forward and backward
-        group = cluster.slowest(self.mesh.groups("tensor"))
-        waited = 2 * len(sums) * cluster.ring_latency(group)
-        if cluster.device.multiprocessors == 1:
-            waited += sum(cluster.all_gather_seconds(size, group) for size in sums)
-        return cluster.device.seconds(Work(read=spared, written=spared), "fp32") > waited
+        # What one member alone reads is never in memory where the two are fused.
+        inner = {node for node in sizes if len(node.users) == 1 and not self.dims.keys().isdisjoint(node.users)}
+        made = sum(size for node, size in sizes.items() if node not in inner)
+        spared = 2 * made * (self.tensor - 1) // self.tensor  # forward and backward
+        device, group = cluster.device, cluster.slowest(self.mesh.groups("tensor"))
+        gathered = [size for node, size in sizes.items() if not self.dims.keys() >= node.users.keys()]
+        waited = sum(cluster.all_gather_seconds(size, group) for size in gathered)
+        waited += device.seconds(Work(written=sum(gathered), launches=2 * len(gathered)), "fp32")
+        times = 2 if device.multiprocessors == 1 else 1
+        return device.seconds(Work(read=spared, written=spared), "fp32") > times * waited
 
     def write(self) -> int:
         """Rewrite the members to a rank's tokens; return the number of all-gathers."""

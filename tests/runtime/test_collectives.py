@@ -69,6 +69,31 @@ def test_take_own_narrows_and_its_gradients_add_up() -> None:
     assert torch.equal(torch.stack([gradient for _, gradient in results if gradient is not None]).sum(0), 2 * x)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_parts_are_scattered_and_gathered(dim: int) -> None:
+    """Each rank's gradients are those of the sum, or of the whole value, that it has a part of."""
+    terms = [torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+
+    def run(rank: Rank) -> list[Tensor]:
+        own = rank.group("tensor").index
+        term, part = terms[own].clone().requires_grad_(), terms[0].chunk(2, dim)[own].clone().requires_grad_()
+        scattered = collectives.reduce_scatter(rank, term, dim)
+        gathered = collectives.gather_to_tensor(rank, part, dim)
+        whole = collectives.all_gather(rank, part, dim)
+        (of_term,) = torch.autograd.grad(scattered.square().sum(), term)
+        (of_sum,) = torch.autograd.grad((gathered * terms[own]).sum(), part)
+        (of_whole,) = torch.autograd.grad((whole * terms[1]).sum(), part)
+        assert torch.equal(term, terms[own])  # nothing is summed in place
+        return [x.detach() for x in (scattered, gathered, whole, of_term, of_sum, of_whole)]
+
+    world, total = ThreadWorld(), terms[0] + terms[1]
+    for own, found in enumerate(world.run(run, thread_ranks(Mesh(2, 1, 1), world))):
+        parts = [value.chunk(2, dim)[own] for value in (total, terms[1])]
+        expected = [parts[0], terms[0], terms[0], 2 * total, *parts]
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
 def test_take_own_refuses_what_does_not_divide() -> None:
     with pytest.raises(ValueError, match=r"dimension 1 of \[2, 6\] does not divide over 4 tensor ranks"):
         collectives.take_own(Rank.local(Mesh(4, 1, 1)), torch.ones(2, 6, device="meta"), 1)

@@ -197,6 +197,42 @@ def test_only_what_is_asked_for_is_computed_and_saved() -> None:
     assert weight.grad is not None
 
 
+@pytest.mark.parametrize("form", ["one", "several", "gelu"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gathered_input_is_kept_by_part(form: str, transposed: bool) -> None:
+    """The numbers of a gather and its linears; of x each rank keeps its own rows."""
+
+    def gather(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Any:
+        whole, (weight, bias) = collectives.gather_to_tensor(rank, x, 0), (weights[0], biases[0])
+        if form == "gelu":
+            return kernels.linear_gelu(whole, weight, bias, "tanh", transposed)
+        turned = [w.t() if transposed else w for w in weights]
+        made = tuple(aten.linear(whole, *pair) for pair in zip(turned, biases, strict=True))
+        return made if form == "several" else made[0]
+
+    def join(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Any:
+        options: dict[str, Any] = {"transposed": transposed, "gathered": True}
+        if form == "several":
+            return collectives.copied_linears(rank, x, weights, biases, **options)
+        linear = collectives.copied_linear_gelu if form == "gelu" else collectives.copied_linear
+        kind = {"approximate": "tanh"} if form == "gelu" else {}
+        saved = SavedTensors({str(index): weight for index, weight in enumerate(weights)})
+        with saved:
+            made = linear(rank, x, weights[0], biases[0], **kind, **options)  # type: ignore[arg-type]
+        assert saved.nbytes <= x.untyped_storage().nbytes() + made.untyped_storage().nbytes() * (form == "gelu")
+        return made
+
+    given, world = draw(form, transposed, bias=True), ThreadWorld()
+
+    def work(rank: Rank) -> list[list[Tensor]]:
+        own = [given[0][rank.group("tensor").index].unsqueeze(0), *given[1:]]
+        return [differentiate(function, rank, form, transposed, own) for function in (join, gather)]
+
+    for joined_up, composed in world.run(work, thread_ranks(Mesh(2, 1, 1), world)):
+        for x, y in zip(joined_up, composed, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+
+
 def test_gradients_in_half_precision_reach_the_leaf() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     x, (weight,), (bias,) = draw("linear", False, True, torch.bfloat16)
