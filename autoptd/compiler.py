@@ -129,7 +129,6 @@ def _compile(
     counts = {name: job[name] for name in ("num_microbatches", "num_model_chunks")}
     options.check_free_counts(microbatch_size=microbatch_size, **counts)
     examples = input_shapes.list_examples(example_inputs)
-    input_shapes.check_examples(model, examples, job["loss_fn"], microbatch_size)
     if by_tokens is None and len(examples) > 1:  # of which t may divide some
         chosen = replace(chosen, sequence_parallel=False)
     with show_progress("compile") as say:

@@ -5,10 +5,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from autoptd.capture.example_inputs import Examples, read_examples
-from autoptd.capture.results import LossFunction
 from autoptd.check.program import ProgramError
 from autoptd.passes.ir.nodes import is_lifted
 from autoptd.passes.ir.program import Program, copy_graph
@@ -17,7 +15,7 @@ from autoptd.runtime.program.manifest import Manifest
 # Fields of the manifest that are equal for all shapes, besides inputs and parameters.
 COMMON = (
     *("mesh", "schedule", "num_model_chunks", "num_microbatches", "scatter_gather", "seed"),
-    *("aliases", "output", "arguments", "uninitialized", "scales_loss", "autocast"),
+    *("aliases", "output", "arguments", "fixed", "uninitialized", "scales_loss", "autocast"),
 )
 
 
@@ -39,27 +37,6 @@ def list_examples(example_inputs: Any) -> list[Any]:
             "each of several input shapes, or a dict of the inputs of one microbatch"
         )
     return several
-
-
-def check_examples(model: nn.Module, examples: list[Any], loss_fn: LossFunction, size: int | None) -> None:
-    """Raise ValueError unless all `examples` have the same inputs, and no two the same shapes."""
-    if len(examples) == 1:
-        return
-    first = read_examples(model, examples[0], loss_fn, size)
-    seen = {tuple(value.shape for value in first.inputs): 0}
-    for number, example in enumerate(examples[1:], 1):
-        with naming_shape(number, example):
-            own = read_examples(model, example, loss_fn, None)
-            if (kinds := _describe_kinds(own)) != (known := _describe_kinds(first)):
-                raise ValueError(f"it has {kinds}, and the first {known}: give the same inputs in other shapes")
-            same = seen.setdefault(tuple(value.shape for value in own.inputs), number)
-            if same != number:
-                raise ValueError(f"it has the same shapes as example_inputs[{same}]: leave out one of them")
-
-
-def _describe_kinds(examples: Examples) -> str:
-    named = [f"{i.name} of {str(i.dtype).removeprefix('torch.')}" for i in examples.inputs]
-    return ", ".join([*named, *(f"{name}={value!r}" for name, value in sorted(examples.constants.items()))])
 
 
 def naming_shape(number: int, example: Any) -> AbstractContextManager[None]:
@@ -89,9 +66,12 @@ def describe_shape(manifest: Manifest) -> str:
 
 
 def guess_batch(program: Program, first: Program) -> Program:
-    """Return a captured program whose inputs have the batch dimension found for `first`, the first shape."""
+    """Return a captured program whose inputs have the batch dimension found for `first`, the first shape.
+
+    `find_disagreement` refuses an input that the first shape lacks.
+    """
     dims = {value.name: value.batch_dim for value in first.inputs}
-    return replace(program, inputs=tuple(replace(i, batch_dim=dims[i.name]) for i in program.inputs))
+    return replace(program, inputs=tuple(replace(i, batch_dim=dims.get(i.name)) for i in program.inputs))
 
 
 def keep_whole(program: Program, first: Program) -> Program:

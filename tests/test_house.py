@@ -81,7 +81,7 @@ IMPORTS = {
         "description": "capture loss",
         "difference": "compiled planning text",
         "gc_pause": "",
-        "input_shapes": "capture check",
+        "input_shapes": "check",
         "loading": "check compiled description input_shapes text",
         "loss": "",
         "options": "",
