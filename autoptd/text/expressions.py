@@ -86,10 +86,7 @@ def write_call(node: fx.Node, names: Names) -> tuple[str, list[str]]:
 def write_index(node: fx.Node, names: Names) -> str:
     """Write ``x[0]`` for a call of operator.getitem."""
     value, index = node.args
-    items = index if isinstance(index, tuple) and index else (index,)
-    inner = ", ".join(_index(item, names) for item in items)
-    inner += "," * (isinstance(index, tuple) and len(index) == 1)
-    return f"{write_value(value, names)}[{inner}]"
+    return f"{write_value(value, names)}[{write_value(index, names)}]"
 
 
 def is_index(node: fx.Node) -> bool:
@@ -115,25 +112,14 @@ def write_value(value: Any, names: Names) -> str:
     if isinstance(value, Mapping):
         items = (f"{quote(str(key))}: {write_value(item, names)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
-    if kind is slice:
-        return f"slice({', '.join(write_value(end, names) for end in (value.start, value.stop, value.step))})"
     if kind is torch.device:
         return names.device or f"torch.device({quote(str(value))})"
-    if value is Ellipsis:
-        return "..."
     raise ValueError(f"cannot write {value!r} of type {kind.__name__} as an argument")
 
 
 def quote(text: str) -> str:
     """Write a string literal, in double quotes where nothing needs an escape."""
     return f'"{text}"' if _PLAIN.fullmatch(text) and text.isprintable() else repr(text)
-
-
-def _index(item: Any, names: Names) -> str:
-    if not isinstance(item, slice):
-        return write_value(item, names)
-    start, stop, step = ("" if end is None else write_value(end, names) for end in (item.start, item.stop, item.step))
-    return f"{start}:{stop}" + (f":{step}" if step else "")
 
 
 @cache

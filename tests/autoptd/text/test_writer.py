@@ -135,8 +135,6 @@ CALLS: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
     ("aten.slice(x, dim=1, start=1, end=9223372036854775807)", aten.slice.Tensor, ["x", 1, 1, 2**63 - 1], {}),
     ("torch.ops.autoptd_test.twice(x)", torch.ops.autoptd_test.twice.default, ["x"], {}),
     ("kernels.dropout(rank, x, p=0.5, operator=7)", kernels.dropout, ["rank", "x", 0.5, 7], {"sample": 0}),
-    ("x[:, 1:3]", operator.getitem, ["x", (slice(None), slice(1, 3))], {}),
-    ("x[None, ..., 0]", operator.getitem, ["x", (None, Ellipsis, 0)], {}),
     ("x[0]", operator.getitem, ["x", 0], {}),
 ]  # fmt: skip
 
