@@ -13,7 +13,7 @@ from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
 from autoptd.capture.flex_attention import write_flex_attention
 from autoptd.capture.known_values import KnownValues
-from autoptd.capture.results import LossError, LossFunction, Outputs, find_loss, find_outputs, is_loss
+from autoptd.capture.results import LossError, LossFunction, Outputs, find_loss, find_outputs
 from autoptd.capture.side_effects import judge_left, refuse_side_effects
 from autoptd.capture.traced_device import seem_on
 from autoptd.runtime.program.manifest import Output
@@ -64,14 +64,8 @@ class Objective(nn.Module):
         """Return the loss; note what forward calls and leaves, and refuse what no program can repeat."""
         self.result.calls, left = Calls(), dict[str, Any]()
         effects = refuse_side_effects(self, self.result.assigned, left)
-        try:
-            with effects, NoGradRegions(), self.known, self.result.calls:
-                loss = self.find_loss(*values)
-        except LossError as error:
-            kept = [place for place, value in left.items() if is_loss(value) and value.requires_grad]
-            if not kept:
-                raise
-            raise LossError(f"{error}. Forward leaves a scalar in {kept[0]}: return that") from error
+        with effects, NoGradRegions(), self.known, self.result.calls:
+            loss = self.find_loss(*values)
         if not loss.requires_grad and any(p.requires_grad for p in self.captured.parameters()):
             raise LossError(
                 "the loss has no gradient, and the plain model's loss.backward() raises: forward runs under "

@@ -63,24 +63,17 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         return None
     try:
         table: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        outside = [file for file in table.values() if Path(file).name != file]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is no index of safetensors files ({type(error).__name__}: {error}): expected "
             '{"weight_map": {tensor: file}}'
         ) from error
-    if outside:
-        raise ValueError(f"{path} names the file {outside[0]!r}: expected a file of the same folder")
     return table
 
 
 def _list_files(path: Path, index: dict[str, str] | None) -> list[Path]:
     if index is not None:
-        files = [path / file for file in sorted(set(index.values()))]
-        if missing := [file.name for file in files if not file.exists()]:
-            lacks = f"{path} lacks {len(missing)} of the {len(files)} files of its {INDEX}"
-            raise ValueError(f"{lacks}: {', '.join(missing[:5])}; fetch them, or write the folder again")
-        return files
+        return [path / file for file in sorted(set(index.values()))]
     whole = path / WHOLE
     files = [path] if path.is_file() else [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
     if not files:
