@@ -2,8 +2,7 @@
 
 The stage is run on meta tensors with autograd, and each tensor that an operator saves is written down under the
 operator. A storage counts once; parameters and batch inputs, which are held anyway, do not count. The ledger does not
-see differences on a GPU, where the loss of float32 logits keeps these and not their softmax, and where the gradient of
-a weight in half precision is added to its sum by what makes it.
+see that on a GPU the gradient of a weight in half precision is added to its sum by what makes it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,10 +14,9 @@ from torch import Tensor, UntypedStorage, fx
 from autoptd.passes.ir.nodes import info, wants_gradient
 from autoptd.passes.ir.program import Stage, recomputed_groups, tensor_bytes, values_taken
 from autoptd.passes.operators.table import Trait, has_trait
-from autoptd.runtime import aten, kernels
+from autoptd.runtime import aten
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.operands import widen
-from autoptd.runtime.kernels.vocabulary import keeps_softmax, leaves_to_torch
 from autoptd.runtime.program.mesh import Mesh
 
 META = torch.device("meta")
@@ -38,7 +36,6 @@ class Ledger:
         self.nodes: Collection[fx.Node] = self._saved.keys()
         self._held: set[UntypedStorage] = set()
         self.first_saved: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
-        self._replaced: set[UntypedStorage] = set()  # whose gradient lies in what the loss has saved
         with torch.enable_grad():
             for node in stage.graph.nodes:
                 if node.op == "call_function":
@@ -74,8 +71,6 @@ class Ledger:
         kwargs: Any = fx.map_arg(node.kwargs, self._values.__getitem__)
         if has_trait(node, Trait.FUSED_ATTENTION):
             return _attend(pack, *args, **kwargs)
-        if node.target is kernels.cross_entropy and keeps_softmax(args[1]) and not self._is_torchs_loss(node):
-            self._replaced.add(args[1].untyped_storage())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -115,20 +110,14 @@ class Ledger:
         """Return the bytes of the gradients that exist at once while `node` is differentiated, with those of weights.
 
         `trained` are the values that have a gradient. A view's gradient lies where its source's does; torch's own
-        cross entropy differentiates its two halves one by one, ours makes the gradient of a softmax that it kept.
+        cross entropy differentiates its two halves one by one.
         """
         if node not in trained:
             return 0
         sources = [source for source in node.all_input_nodes if source in trained]
         weights = sum(tensor_bytes(source.meta["val"]) for source in sources if source.op == "get_attr")
-        there = count_bytes(self.storages([node, *sources]) - self._replaced)
-        return weights + there + count_bytes(self.storages(sources if self._is_torchs_loss(node) else []))
-
-    def _is_torchs_loss(self, node: fx.Node) -> bool:
-        if node.target is not kernels.cross_entropy:
-            return node.target is aten.cross_entropy_loss.default
-        args: Any = fx.map_arg(node.args, self._values.__getitem__)
-        return leaves_to_torch(self._rank, args[1], args[3])
+        halves = sources if node.target is aten.cross_entropy_loss.default else []
+        return weights + count_bytes(self.storages([node, *sources])) + count_bytes(self.storages(halves))
 
     def repeated(self, group: Sequence[fx.Node]) -> Sequence[fx.Node]:
         """Return the nodes of a recomputed `group` that run again: up to the last one that saves a tensor."""

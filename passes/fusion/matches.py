@@ -163,8 +163,8 @@ def match_partial_rotary(node: fx.Node) -> Match | None:
     return Match(Call(kernels.rotary_embedding, (x, *turned.args[1:]), node, turned.kwargs), members)
 
 
-# Losses: the kernel keeps one tensor as wide as the vocabulary. It sums half-precision logits in float32 without the
-# model's copy in float32; of whole logits it keeps the softmax, which becomes the gradient, where torch makes two more.
+# Losses: the kernel keeps the logits alone. It sums half-precision ones in float32 without the model's copy in float32;
+# of whole logits torch keeps a softmax beside them and makes two gradients as wide.
 
 REDUCTIONS = {1: "mean", 2: "sum"}
 

@@ -1,8 +1,8 @@
 """The vocabulary-parallel embedding and cross-entropy: logits stay divided, three numbers per row travel (SC21 §2.3).
 
 All-reduces cannot stand inside an operator, so the operators are what one rank does alone: statistics of its
-columns of every row, and the rows' losses. One tensor as wide as the vocabulary is kept for the gradient, which takes
-its place: in plain torch the softmax, else the logits, of which a kernel computes it once more.
+columns of every row, and the rows' losses. Of what is as wide as the vocabulary only the logits are kept for the
+gradient, which computes their softmax once more.
 """
 
 from collections.abc import Iterator
@@ -11,19 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.linear import SUM
-from autoptd.runtime.kernels.operands import HALF, widen
+from autoptd.runtime.kernels.operands import widen
 from autoptd.runtime.kernels.partial_sums import sum_over_ranks
-from autoptd.runtime.kernels.registration import define_operator, find_kernels, runs_plainly
+from autoptd.runtime.kernels.registration import define_operator
 
 # Elements worked on at once in plain torch: on a CPU few enough to stay in its cache.
 CPU_CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 26
-# Whole logits of so few elements stay in a CPU's cache with the two tensors as wide that torch's own loss makes.
-FEW = 1 << 20
 
 
 def embedding(rank: Rank, weight: Tensor, ids: Tensor, vocabulary: int, padding_idx: int = -1) -> Tensor:
@@ -93,20 +90,16 @@ def cross_entropy(
     """
     _check(rank, logits, target, vocabulary, reduction)
     dtype = logits.dtype if dtype is None else dtype
-    if leaves_to_torch(rank, logits, vocabulary):
-        given: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
-        given |= {"weight": weight, "label_smoothing": label_smoothing}
-        return functional.cross_entropy(logits, target, **given).to(dtype)
     start, own = own_columns(rank, logits.shape[1], vocabulary)
     kept = target != ignore_index
     read, elsewhere = localize(rank, logits.shape[1], target.masked_fill(~kept, 0), vocabulary)
     here = kept & ~elsewhere
 
-    largest, part, softmax = _sum_exponentials(rank, logits, own)
+    largest, part = _sum_exponentials(rank, logits, own)
     aim = logits.detach().gather(1, read[:, None]).squeeze(1).to(largest.dtype) - largest
     total, aim = rank.all_reduce(torch.stack([part, aim.masked_fill(~here, 0)])).unbind()
     rows = torch.stack([largest, part, total, aim])
-    losses = _losses(logits, softmax, read.masked_fill(~here, -1), rows, own)
+    losses = _losses(logits, read.masked_fill(~here, -1), rows, own)
     counts = None if weight is None else weight.to(losses)[target.masked_fill(~kept, 0)]
     losses = losses if counts is None else losses * counts
     if label_smoothing:
@@ -126,10 +119,10 @@ def logsumexp(rank: Rank, x: Tensor, dim: int, vocabulary: int, keepdim: bool = 
     rows = x.movedim(dim, -1)
     logits = rows.reshape(-1, rows.shape[-1])
     _, own = own_columns(rank, logits.shape[1], vocabulary)
-    largest, part, softmax = _sum_exponentials(rank, logits, own)
+    largest, part = _sum_exponentials(rank, logits, own)
     total = rank.all_reduce(part.clone())
     nowhere = torch.full(part.shape, -1, device=x.device)
-    found = _losses(logits, softmax, nowhere, torch.stack([largest, part, total, -largest]), own).view(rows.shape[:-1])
+    found = _losses(logits, nowhere, torch.stack([largest, part, total, -largest]), own).view(rows.shape[:-1])
     return found.unsqueeze(dim) if keepdim else found
 
 
@@ -161,17 +154,6 @@ def reduce_losses(losses: Tensor, kept: Tensor, reduction: str, counts: Tensor |
     return losses.sum() / (kept if counts is None else counts.masked_fill(~kept, 0)).sum()
 
 
-def leaves_to_torch(rank: Rank, logits: Tensor, vocabulary: int) -> bool:
-    """Return whether torch's own loss is as good: for few whole logits, and where no kernel runs."""
-    whole = rank.group("tensor").size == 1 and vocabulary == logits.shape[1]
-    return whole and logits.numel() <= FEW and logits.dtype not in HALF and runs_plainly(logits)
-
-
-def keeps_softmax(logits: Tensor) -> bool:
-    """Return whether the softmax is kept, and becomes the gradient; else it is computed once more from the logits."""
-    return logits.dtype not in HALF and find_kernels("cross_entropy", logits) is None
-
-
 def _check(rank: Rank, logits: Tensor, target: Tensor, vocabulary: int, reduction: str) -> None:
     t = rank.group("tensor").size
     if logits.dim() != 2 or target.shape != logits.shape[:1] or logits.shape[1] * t < vocabulary:
@@ -190,16 +172,14 @@ def _check(rank: Rank, logits: Tensor, target: Tensor, vocabulary: int, reductio
         raise ValueError(f"cross_entropy was given logits on {logits.device} and a target on {target.device}")
 
 
-def _sum_exponentials(rank: Rank, logits: Tensor, own: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows' maxima over all ranks, their own sums of exponentials relative to these, and own softmax."""
-    trains = torch.is_grad_enabled() and logits.requires_grad
-    statistics, softmax = _statistics(logits.detach(), own, trains)
-    largest, total = statistics.unbind()
+def _sum_exponentials(rank: Rank, logits: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    """Return the rows' maxima over all ranks, and their own sums of exponentials relative to these."""
+    largest, total = _statistics(logits.detach(), own).unbind()
     if rank.group("tensor").size == 1:
-        return largest, total, softmax
+        return largest, total
     everywhere = rank.all_reduce(largest.clone(), "max")
     # A row that is -inf here adds 0; where it is on all ranks, -inf less -inf makes the sum nan, as torch's.
-    return everywhere, total * (largest - everywhere).exp(), softmax
+    return everywhere, total * (largest - everywhere).exp()
 
 
 def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -210,45 +190,32 @@ def _split_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]
     return zip(*(tensor.tensor_split(parts) for tensor in (logits, *others)), strict=True)
 
 
-def _allocate_statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]:
-    statistics = logits.new_empty((2, logits.shape[0]), dtype=widen(logits.dtype))
-    return statistics, logits.new_empty(logits.shape if trains and keeps_softmax(logits) else (0,))
+def _allocate_statistics(logits: Tensor, own: int) -> Tensor:
+    return logits.new_empty((2, logits.shape[0]), dtype=widen(logits.dtype))
 
 
 @define_operator("cross_entropy_statistics", _allocate_statistics, triton="cross_entropy")
-def _statistics(logits: Tensor, own: int, trains: bool) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each row's first `own` columns, and the sum of exponentials relative to it; their softmax.
+def _statistics(logits: Tensor, own: int) -> Tensor:
+    """Return the maximum of each row's first `own` columns, and the sum of exponentials relative to it: [2, N].
 
-    [2, N], in float32 for half precision; -inf and 0 of rows that are -inf. The softmax is as wide as `logits`, with
-    zeros for the other columns and such rows; [0] where it is not kept for a backward.
+    In float32 for half precision; -inf and 0 of rows that are -inf.
     """
-    statistics, softmax = _allocate_statistics(logits, own, trains)
+    statistics = _allocate_statistics(logits, own)
     largest, total = statistics.unbind()
-    kept = softmax.dim() == 2
-    if kept:
-        softmax[:, own:] = 0
     if own == 0:
         largest.fill_(-torch.inf)
         total.zero_()
-        return statistics, softmax
-    results = [softmax[:, :own]] if kept else []
-    for x, maximum, sum_, *out in _split_rows(logits[:, :own], largest, total, *results):
+        return statistics
+    for x, maximum, sum_ in _split_rows(logits[:, :own], largest, total):
         # One softmax of torch is sooner than one exponential; its maximum is 1 over the sum.
-        part = torch.softmax(x, 1, dtype=sum_.dtype, out=out[0] if kept else None)
-        torch.amax(part, 1, out=sum_)
+        torch.amax(torch.softmax(x, 1, dtype=sum_.dtype), 1, out=sum_)
         maximum.copy_(x.amax(1))
-    total.reciprocal_()
-    impossible = largest == -torch.inf  # where softmax and sum are nan
-    # Rare, and a pass over all of them; but on a GPU to look is to wait.
-    if not logits.is_cpu or impossible.any():
-        total.masked_fill_(impossible, 0)
-        if kept:
-            softmax.masked_fill_(impossible[:, None], 0)
-    return statistics, softmax
+    total.reciprocal_().masked_fill_(largest == -torch.inf, 0)  # there softmax and sum are nan
+    return statistics
 
 
-@define_operator("cross_entropy_rows", lambda *arguments: torch.empty_like(arguments[3][0]))
-def _losses(logits: Tensor, softmax: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
+@define_operator("cross_entropy_rows", lambda *arguments: torch.empty_like(arguments[2][0]))
+def _losses(logits: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
     """Return the loss of every row, log(total) - aim.
 
     `column` is the own column that is the row's target, or -1. `rows` [4, N] are the maximum over all ranks and,
@@ -268,44 +235,24 @@ def _gradient(factor: Tensor, logits: Tensor, column: Tensor, rows: Tensor, own:
     parts = _split_rows(logits[:, :own], result[:, :own], factor, column, rows.T)
     for x, gradient, scale, at, numbers in parts:
         _, part, total, _ = numbers.unbind(1)
+        # A softmax of the own columns alone becomes that of all columns by the factor part / total.
         softmax = torch.softmax(x, 1, dtype=rows.dtype).masked_fill_((part == 0)[:, None], 0)
-        gradient.copy_(_subtract_targets(softmax, scale, at, part / total))
+        softmax.mul_((scale * (part / total))[:, None])
+        hit = scale.masked_fill(at < 0, 0).neg()
+        gradient.copy_(softmax.scatter_add_(1, at.clamp(min=0)[:, None], hit[:, None]))
     return result
 
 
-def _subtract_targets(softmax: Tensor, factor: Tensor, column: Tensor, share: Tensor) -> Tensor:
-    """Make ``(softmax * share - one_hot(column)) * factor`` of `softmax`, in its place.
-
-    A softmax of the own columns alone becomes that of all columns by the factor `share`.
-    """
-    softmax.mul_((factor * share)[:, None])
-    hit = factor.masked_fill(column < 0, 0).neg()
-    return softmax.scatter_add_(1, column.clamp(min=0)[:, None], hit[:, None])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    logits, softmax, column, rows, ctx.own = inputs
-    ctx.softens, ctx.done = softmax.dim() == 2, False
-    if ctx.softens:
-        _, part, total, _ = rows.unbind()
-        ctx.save_for_backward(softmax, column, part / total)
-    else:
-        ctx.save_for_backward(logits, column, rows)
+    logits, column, rows, ctx.own = inputs
+    ctx.save_for_backward(logits, column, rows)
 
 
 def _backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.softens:
-        if ctx.done or torch.is_grad_enabled():
-            raise RuntimeError(
-                "cross_entropy was differentiated twice, its softmax has become the gradient: compute it anew"
-            )
-        ctx.done = True
-        softmax, column, share = ctx.saved_tensors
-        gradient = _subtract_targets(softmax, factor, column, share)
-    else:
-        logits, column, rows = ctx.saved_tensors
-        gradient = _gradient(factor, logits, column, rows, ctx.own)
-    return gradient, None, None, None, None
+    if torch.is_grad_enabled():
+        raise RuntimeError("cross_entropy has no second derivative: leave create_graph=True out")
+    logits, column, rows = ctx.saved_tensors
+    return _gradient(factor, logits, column, rows, ctx.own), None, None, None
 
 
 _losses.register_autograd(_backward, setup_context=_save)

@@ -8,10 +8,10 @@ from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.tiles import ROW_WARPS, as_rows, divide_up, launch, lay_out, round_up
 
 
-def cross_entropy_statistics(logits: Tensor, own: int, trains: bool, results: tuple[Tensor, Tensor]) -> None:
+def cross_entropy_statistics(logits: Tensor, own: int, result: Tensor) -> None:
     logits = as_rows(logits)
     columns = min(round_up(logits.shape[1]), tiles.TILE)
-    largest, total = results[0].unbind()
+    largest, total = result.unbind()
     launch(
         _sum_exponentials, (logits.shape[0],), logits, largest, total, own, logits.stride(0),
         COLUMNS=columns, num_warps=ROW_WARPS, enable_fp_fusion=True

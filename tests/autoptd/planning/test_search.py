@@ -107,7 +107,7 @@ def test_the_best_is_found_where_the_last_stage_is_heavy() -> None:
 def test_a_model_that_fits_in_another_cut_has_a_plan(recompute: str) -> None:
     """Beside a heavy head the fastest cut of any mesh has a rank that is too full, and a leaner one has not."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(4096, 128, 8, 4, 64))
+        model = GPT(GPTConfig(2560, 128, 8, 4, 64))
     fixed: Any = {"max_tensor": 1, "microbatch_size": 1, "num_model_chunks": 1, "recompute": recompute}
     space = Space(4, 8, SELENE, **fixed)
     estimator = Estimator(model, SELENE, 4)

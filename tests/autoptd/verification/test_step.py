@@ -54,9 +54,7 @@ def edited(program: CompiledProgram, old: str, new: str, rank: int = 0) -> Repor
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_whole_loss_of_many_logits_passes(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few, one tensor rank takes torch's own."""
-    monkeypatch.setattr("autoptd.runtime.kernels.vocabulary.FEW", -1)
+def test_a_whole_loss_passes(recompute: str) -> None:
     program = autoptd.compile(gpt(), (1, 2, 1), microbatch_size=2, num_microbatches=4, recompute=recompute)
     report = program.verify()
     assert report.passed, report

@@ -11,7 +11,7 @@ weight of shape [16, 32] (2,048 bytes) replicated because aten.embedding (gpt.py
 an axis of 61 padded by 1 in memory: tensor=2
 cut_stages 1 stages on 1 pipeline ranks, the slowest 1.15 ms of forward and backward a microbatch on DGX A100
     (Selene): 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
-recompute_activations full: 2 layers found, up to 1 in a group, 2 groups; a microbatch keeps 21,320 of 112,456
+recompute_activations full: 2 layers found, up to 1 in a group, 2 groups; a microbatch keeps 21,704 of 112,840
     bytes of activations, and repeats 2 collectives of 8,192 bytes
 overlap_reductions 5 of 5 sums backward beside weight gradients
 stage 0: wte, wpe, drop, h.0 - h.1, ln_f, lm_head: 0.000943 GFLOP forward, 58 kB of parameters per rank

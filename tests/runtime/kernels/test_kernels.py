@@ -45,14 +45,6 @@ def gradient(x: Tensor) -> Tensor:
     return x.grad
 
 
-@pytest.fixture(params=["torch's own for few", "ours"])
-def whole_loss(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank leaves the loss of a few whole logits to torch."""
-    if request.param == "ours":
-        monkeypatch.setattr("autoptd.runtime.kernels.vocabulary.FEW", -1)
-
-
-@pytest.mark.usefixtures("whole_loss")
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocabulary", [37, 36, 5])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -83,7 +75,6 @@ def test_cross_entropy(tensor: int, vocabulary: int, reduction: Literal["mean", 
         assert sums == ({} if tensor == 1 else {"all_reduce": 3 * 24})
 
 
-@pytest.mark.usefixtures("whole_loss")
 @pytest.mark.parametrize("tensor", [1, 3])
 def test_cross_entropy_of_ignored_targets_only(tensor: int) -> None:
     logits, target = torch.randn(4, 7, dtype=torch.float64), torch.full((4,), 6)
@@ -133,7 +124,6 @@ def test_cross_entropy_holds_large_logits() -> None:
         torch.testing.assert_close(loss, functional.cross_entropy(logits, torch.tensor([3])))
 
 
-@pytest.mark.usefixtures("whole_loss")
 @pytest.mark.parametrize("tensor", [1, 2, 3])
 @pytest.mark.parametrize("all_hidden", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -165,7 +155,6 @@ def test_cross_entropy_of_hidden_columns(tensor: int, all_hidden: bool, dtype: t
         torch.testing.assert_close(loss.double(), expected.detach(), rtol=step, atol=0, equal_nan=True)
 
 
-@pytest.mark.usefixtures("whole_loss")
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("wrong", [-1, 7, 8])
 def test_cross_entropy_refuses_a_target_outside_the_vocabulary(tensor: int, wrong: int) -> None:
@@ -180,41 +169,12 @@ def test_cross_entropy_refuses_a_target_outside_the_vocabulary(tensor: int, wron
         on_tensor_ranks(tensor, divided)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cross_entropy_differentiates_once_what_it_keeps_the_softmax_of(dtype: torch.dtype) -> None:
-    logits = torch.randn(4, 6, dtype=dtype, requires_grad=True)
-
-    def divided(rank: Rank) -> Tensor:
-        return kernels.cross_entropy(
-            rank, own_part(logits.detach(), 1, 2, rank.group("tensor").index), torch.arange(4), 6
-        )
-
-    for loss in on_tensor_ranks(2, divided):
-        loss.backward(retain_graph=True)
-        if dtype == torch.bfloat16:  # of the logits it is computed again
-            loss.backward()
-        else:
-            with pytest.raises(RuntimeError, match="differentiated twice, its softmax has become the gradient"):
-                loss.backward()
-
-
 def test_cross_entropy_has_no_second_derivative() -> None:
     logits = torch.randn(4, 6, requires_grad=True)
     rank = Rank.local(Mesh(1, 1, 1))
-    loss = kernels.cross_entropy(rank, logits, torch.arange(4), 5)  # a column of padding: not torch's own
-    with pytest.raises(RuntimeError, match="differentiated twice"):
+    loss = kernels.cross_entropy(rank, logits, torch.arange(4), 6)
+    with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, logits, create_graph=True)
-
-
-def test_cross_entropy_keeps_nothing_where_nothing_is_differentiated() -> None:
-    logits = torch.randn(4, 6, requires_grad=True)
-    statistics = torch.ops.autoptd.cross_entropy_statistics
-    assert statistics(logits.detach(), 6, True)[1].shape == (4, 6)
-    assert statistics(logits.detach(), 6, False)[1].shape == (0,)
-    rank = Rank.local(Mesh(1, 1, 1))
-    with torch.no_grad():
-        loss = kernels.cross_entropy(rank, logits, torch.arange(4), 5)
-    torch.testing.assert_close(loss, functional.cross_entropy(logits[:, :5], torch.arange(4)))
 
 
 def test_cross_entropy_says_what_it_takes() -> None:
