@@ -144,11 +144,6 @@ def find_in_flight(actions: Iterable[Action]) -> Iterator[dict[int, int]]:
             yield dict(held)
 
 
-def peak_in_flight(actions: Iterable[Action]) -> int:
-    """Count the most (stage, microbatch) pairs that are in flight at once."""
-    return max((sum(held.values()) for held in find_in_flight(actions)), default=0)
-
-
 def assign_slots(actions: Iterable[Action]) -> dict[int, dict[int, int]]:
     """Return, by stage and microbatch, its slot, the lowest that is free: a stage has as many as it has in flight."""
     taken: dict[int, dict[int, int]] = defaultdict(dict)

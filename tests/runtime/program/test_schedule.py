@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slots, make_schedule, peak_in_flight
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slots, find_in_flight, make_schedule
 
 RANKS = [*range(1, 17), 24]
 Shape = tuple[str, int, int, int]
@@ -105,6 +106,11 @@ def test_order_equals_torch_1f1b(p: int) -> None:
             assert computes(actions) == [
                 f"{a.stage_index}F{a.microbatch_index - late}" if "F" in str(a) else str(a) for a in expected
             ], shape
+
+
+def peak_in_flight(actions: Sequence[Action]) -> int:
+    """Count the most (stage, microbatch) pairs that are in flight at once."""
+    return max(sum(held.values()) for held in find_in_flight(actions))
 
 
 @pytest.mark.parametrize("p", RANKS)
