@@ -124,8 +124,7 @@ def _compile(
     chosen = Options(**{field.name: job.pop(field.name) for field in fields(Options)})
     options.check_modes(schedule=job["schedule"], recompute=chosen.recompute, layout=chosen.layout)
     by_tokens = chosen.sequence_parallel
-    flags = {"fuse": chosen.fuse, "scatter_gather": job["scatter_gather"]}
-    options.check_flags(**flags, sequence_parallel=False if by_tokens is None else by_tokens)
+    options.check_flags(fuse=chosen.fuse, scatter_gather=job["scatter_gather"], sequence_parallel=by_tokens or False)
     counts = {name: job[name] for name in ("num_microbatches", "num_model_chunks")}
     options.check_free_counts(microbatch_size=microbatch_size, **counts)
     examples = input_shapes.list_examples(example_inputs)

@@ -29,11 +29,6 @@ class Options:
     device: str | torch.device | None = None
     cluster: Cluster | None = None
 
-    @property
-    def division(self) -> dict[str, Any]:
-        """The options of the pass that divides tensors."""
-        return {"rules": self.rules, "by_tokens": self.sequence_parallel, "cluster": self.cluster}
-
 
 def read_mesh(mesh: object) -> Mesh:
     """Read the mesh from (tensor, pipeline, data), or from a DeviceMesh with dims "tp", "pp" and "dp" in any order.

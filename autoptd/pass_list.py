@@ -40,7 +40,7 @@ PASSES = (
     Pass("recognize attention", "arrange", lambda _: recognize_attention),
     Pass("rewrite layout", "arrange", lambda o: rewrite_layout if o.layout == "sbh" else None),
     Pass("label layers", "arrange", lambda _: label_layers),
-    Pass("shard tensors", "divide", lambda o: partial(shard_tensors, **o.division)),
+    Pass("shard tensors", "divide", lambda o: lambda p: shard_tensors(p, o.rules, o.sequence_parallel, o.cluster)),
     # Here `passes.stages` cuts the program. It times operators as the kernels that the passes below make of them.
     Pass("recompute activations", "finish", lambda o: partial(recompute_activations, recompute=o.recompute)),
     Pass("fuse operators", "finish", lambda o: fuse_operators if o.fuse else None),

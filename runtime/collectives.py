@@ -105,10 +105,7 @@ def copied_linear_gelu(
 COPIED = (copied_linear, copied_linears, copied_linear_gelu)
 
 
-Move = Callable[..., Tensor]  # of a rank, a tensor and the dimension `dim`
-
-
-def _move(rank: Rank, x: Tensor, dim: int, forward: Move, backward: Move) -> Tensor:
+def _move(rank: Rank, x: Tensor, dim: int, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
     if rank.group("tensor").size == 1:
         return x
     moved = forward(rank, x.detach(), dim)  # out here, as in `sum_over_ranks`
@@ -117,7 +114,7 @@ def _move(rank: Rank, x: Tensor, dim: int, forward: Move, backward: Move) -> Ten
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moved: Tensor, rank: Rank, dim: int, backward: Move) -> Tensor:
+    def forward(ctx: Any, x: Tensor, moved: Tensor, rank: Rank, dim: int, backward: Any) -> Tensor:
         ctx.back = partial(backward, rank, dim=dim)
         return moved
 

@@ -70,8 +70,7 @@ CLASSES: Mapping[str, dict[str, Any]] = {
     "ViTForImageClassification": {**_DROPPED, **_IMAGE},
 }
 
-# transformers' default, grouped_mm, takes no float64 in torch, and eager experts are a loop over data, which no graph
-# has: logits are those of batched_mm.
+# transformers' default, grouped_mm, takes no float64 in torch: the models' own logits are those of batched_mm.
 EXPERTS = ("MixtralForCausalLM", "DeepseekV3ForCausalLM")
 
 

@@ -30,7 +30,7 @@ from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.program_text import read_program
 from autoptd.text.reader import program_filename
 from autoptd.weights.sources import read_weights
-from samples.attention_coverage import CLASSES, EXPERTS, LENGTH, VOCABULARY, make_inputs, make_model, randomize
+from samples.attention_coverage import CLASSES, LENGTH, VOCABULARY, make_inputs, make_model, randomize
 from samples.gpt import GPT, GPTConfig
 
 MESH = (2, 2, 1)
@@ -47,7 +47,6 @@ HEADINGS = (
 )
 GPTS: Mapping[str, bool] = {"nanoGPT's kind (samples/gpt.py)": True, "the same, head not tied (minGPT)": False}
 REMARKS = {
-    **dict.fromkeys(EXPERTS, "every tensor rank has all experts"),
     "Olmo2ForCausalLM": "queries and keys are normed over all heads together, so attention is replicated",
     "T5ForConditionalGeneration": "encoder and decoder in one pipeline",
     "ViTForImageClassification": "the patches' convolution is replicated",

@@ -22,6 +22,7 @@ from autoptd.capture.autocast_state import read_autocast
 from autoptd.capture.custom_autograd import FunctionError, Functions, write_functions
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import ExampleInputs, read_examples
+from autoptd.capture.experts import write_experts
 from autoptd.capture.fake_module import copy_structure, make_mode, make_twin, run_without_data
 from autoptd.capture.flex_attention import FlexError
 from autoptd.capture.objective import Objective
@@ -85,7 +86,7 @@ def capture(
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.
     dtypes = torch.autocast("cpu", autocast.dtype) if autocast else nullcontext()
     said_causal = patch.object(transformer, "_detect_is_causal_mask", _is_said_causal)
-    with dtypes, said_causal, assuming() as assumed:
+    with dtypes, said_causal, write_experts(), assuming() as assumed:
         try:
             with keeping_attributes(objective):
                 exported = _export(objective, values, functions)

@@ -42,9 +42,6 @@ def explain(error: Exception, objective: Objective, run: Callable[[], object]) -
 
 def find_way(model: nn.Module) -> str:
     """Return how experts that loop over their tokens are written for any tokens, where `model` has experts."""
-    kinds = (type(module).__name__ for module in model.modules())
-    if hasattr(model, "set_experts_implementation") and any("Experts" in kind for kind in kinds):
-        return "; for a loop over experts, model.set_experts_implementation('batched_mm')"
     named = (item for module in model.modules() for item in module.named_children())
     experts = next((n for n, part in named if "expert" in n.lower() and list(part.children())), None)
     if experts is None:

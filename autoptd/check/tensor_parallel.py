@@ -22,8 +22,8 @@ from autoptd.passes.ir.program import Stage, split_results
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.record import OperatorRules, Records
 from autoptd.passes.operators.table import OPERATORS, Trait, has_trait, rules_of
-from autoptd.passes.operators.text_rule import read_rules
 from autoptd.passes.operators.views import reshape_placed
+from autoptd.passes.tensor_parallel.text_rule import read_rules
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface

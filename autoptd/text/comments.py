@@ -12,16 +12,21 @@ from autoptd.passes.ir.nodes import info, results_of
 from autoptd.passes.ir.program import Stage, tensor_bytes
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.collectives import COPIED
+from autoptd.runtime.program.placement import REPLICATE, AxisPlacement, Ragged
 
 # A module with fewer calls of its own than this, and no module inside, goes under its parent's heading.
 _OWN_HEADING = 8
 
 
-def write_shape(dtype: torch.dtype, shape: Sequence[int], divided: int | None = None, tensor: int = 1) -> str:
-    """Write ``bf16[256, 1, 3072/4]``: a rank's share, its `divided` dimension as the whole over the ranks."""
+def write_shape(dtype: torch.dtype, shape: Sequence[int], on: AxisPlacement = REPLICATE, tensor: int = 1) -> str:
+    """Write ``bf16[256, 1, 3072/4]``: a rank's share, its divided dimension as the whole over the ranks.
+
+    Rows that are divided by experts are ``<=512``, as many as there can be on a rank.
+    """
     sizes = [str(size) for size in shape]
-    if divided is not None and tensor > 1 and sizes:
-        sizes[divided] = f"{shape[divided] * tensor}/{tensor}"
+    if on.dim is not None and tensor > 1 and sizes:
+        own = shape[on.dim]
+        sizes[on.dim] = f"<={own}" if isinstance(on, Ragged) else f"{own * tensor}/{tensor}"
     name = str(dtype).removeprefix("torch.").replace("float", "f").replace("uint", "u").replace("int", "i")
     return f"{name}[{', '.join(sizes)}]"
 
@@ -39,9 +44,8 @@ def write_bytes(count: int) -> str:
 def write_value_shape(node: fx.Node, tensor: int) -> str:
     """Write the shape of a node's value, or of each part; empty if it is unknown."""
     values, placements = results_of(node), info(node).placements
-    dims = [placement["tensor"].dim for placement in placements] * (len(values) // len(placements))
-    pairs = zip(values, dims, strict=True)
-    parts = [write_shape(x.dtype, x.shape, dim, tensor) if isinstance(x, Tensor) else "" for x, dim in pairs]
+    pairs = zip(values, placements * (len(values) // len(placements)), strict=True)
+    parts = [write_shape(x.dtype, x.shape, on["tensor"], tensor) if isinstance(x, Tensor) else "" for x, on in pairs]
     return f"{len(parts)} x {parts[0]}" if len(parts) > 1 and len(set(parts)) == 1 else ", ".join(parts)
 
 

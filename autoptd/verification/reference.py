@@ -13,6 +13,7 @@ from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.custom_autograd import Functions
 from autoptd.capture.eval_mode import DropoutOff
 from autoptd.capture.example_inputs import make_example, read_examples
+from autoptd.capture.experts import loop_over_experts
 from autoptd.capture.fake_module import set_training
 from autoptd.capture.objective import Objective
 from autoptd.capture.side_effects import keeping_attributes
@@ -62,6 +63,7 @@ def run_plain(
         leave_autocast() if precise or not manifest.autocast else torch.autocast("cpu", manifest.autocast),
         Functions(None).watch(),  # a checkpoint would compute again in the backward, with dropout
         torch.random.fork_rng(devices=[]),
+        loop_over_experts(),
         DropoutOff(),
         draws,
         Promotion(_find_rounding(manifest)) if precise else nullcontext() as promotion,

@@ -11,6 +11,7 @@ from torch import fx
 from autoptd.passes.ir.nodes import add_node, change_info, info, walk
 
 SHORTER = {"scaled_dot_product_attention": "sdpa", "scaled_softmax": "softmax", "cross_entropy_loss": "loss"}
+RESULTS = {"route": ("order", "counts")}  # that have names of their own
 _INDEX = re.compile(r"_(\d+)(?=_|$)")
 
 
@@ -112,7 +113,9 @@ def _candidate(node: fx.Node, result: bool, containers: tuple[str, ...], values:
     if node.op == "get_attr":
         return short_path(str(node.target), containers)
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return f"{values[node.args[0]].name}_{node.args[1]}"
+        source, index = values[node.args[0]], int(node.args[1])  # type: ignore[arg-type]
+        words = RESULTS.get(operator_word(source.target))
+        return source.name.replace("route", words[index]) if words else f"{source.name}_{index}"
     path = short_path(info(node).path, containers)
     word = operator_word(node.target)
     name = path if result else f"{path}_{word}" if path else word

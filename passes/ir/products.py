@@ -92,7 +92,8 @@ def find_factors(node: fx.Node) -> Sequence[fx.Node]:
     if operands := read_einsum(node).operands:
         return operands if len(operands) == 2 else ()
     name, given = aten_name(node.target), node.args
-    factors: Any = given[:2] if name in CONVOLUTIONS else (given[0], given[2]) if name == "bilinear" else ()
+    first = name in CONVOLUTIONS or node.target is kernels.grouped_linear
+    factors: Any = given[:2] if first else (given[0], given[2]) if name == "bilinear" else ()
     return factors  # type: ignore[no-any-return]
 
 

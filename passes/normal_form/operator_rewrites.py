@@ -325,6 +325,12 @@ def _rrelu(call: Call) -> fx.Node | None:
     return None if call.argument("training") else call.emit(aten.leaky_relu.default, call.source, slopes / 2)
 
 
+def _route(call: Call) -> fx.Node:
+    """Write that each rank has all experts so far."""
+    experts, _, number = call.args
+    return call.emit(kernels.route, call.writer.rank, experts, number, number)
+
+
 RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike have one row
     **dict.fromkeys((aten.alias, aten.lift_fresh_copy, aten.lift_fresh), lambda call: call.source),
     **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), _cast),
@@ -346,6 +352,7 @@ RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike
     aten.detach.default: lambda call: None if call.source in call.writer.trained else call.source,
     # Without `cudnn_enable`, which differs by machine and means nothing to the operator.
     aten.layer_norm.default: lambda call: call.emit(aten.layer_norm.default, *call.args[:5]),
+    kernels.route: _route,
     aten.embedding.default: _embedding,
     aten.embedding_bag: _embedding_bag,
     aten.mul.Tensor: _neutral(1),

@@ -3,8 +3,9 @@
 Every dimension of every tensor is one `Axis`. Operators relate axes: a ``linear`` makes its input's last dimension
 the same axis as its weight's, a ``view`` splits an axis into a product, an uneven ``split`` into a sum of segments.
 `unify` merges two axes (union-find) and lines up their refinements, so that a refinement met anywhere
-(768 = 12 * 64) holds everywhere. What is left unrefined at the end, the leaves, are the axes of the model: heads,
-MLP width, vocabulary, batch. A *blocked* leaf may not be divided over the tensor ranks; it says why.
+(768 = 12 * 64) holds everywhere. The rows of all experts are *ragged*: divided as the experts are, into parts whose
+lengths depend on data. What is left unrefined at the end, the leaves, are the axes of the model: heads, MLP width,
+vocabulary, batch. A *blocked* leaf may not be divided over the tensor ranks; it says why.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class IndivisibleError(ValueError):
 class Axis:
     """One dimension or a part of one; compare the results of `find`, never two `Axis` objects themselves.
 
-    `parts` of a "product" go from outermost to innermost; `parts` of a "sum" are consecutive segments. An axis of
+    `parts` of a "product" go from outermost to innermost; `parts` of a "sum" are consecutive segments. The only part of
+    a "ragged" axis counts consecutive segments of lengths that depend on data, each of at most `each`. An axis of
     size 1 vanishes where dimensions are regrouped, unless it is `kept`: a batch of one sequence is a batch. An axis is
     `copied` where each of its indices has the same value, and it has met no other axis.
     """
@@ -35,6 +37,7 @@ class Axis:
     blocked: str = ""
     copied: bool = False
     kept: bool = False
+    each: int = 0
     parent: Axis | None = None
     serial: int = field(default_factory=count().__next__)
 
@@ -43,7 +46,7 @@ class Axis:
         mark = "!" if axis.blocked else ""
         if axis.kind == "leaf":
             return f"{axis.size}{mark}"
-        sign = "*" if axis.kind == "product" else "+"
+        sign = {"product": "*", "sum": "+"}.get(axis.kind, "")
         return "(" + sign.join(map(repr, axis.parts)) + ")" + mark
 
 
@@ -119,7 +122,7 @@ def refine(axis: Axis, kind: str, parts: tuple[Axis, ...]) -> None:
 
 def _split_off(axis: Axis, outer: int) -> tuple[Axis, Axis] | None:
     """Split a leaf or a sum into [outer, rest]; None where its structure does not allow it."""
-    if axis.size % outer:
+    if axis.size % outer or axis.kind == "ragged":
         return None
     if axis.kind == "sum":
         return _split_sum(axis, axis.size // outer)
@@ -187,6 +190,8 @@ def segment(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
         fits = not any(b % inner for b in bounds)
         pieces = segment(first, [b // inner for b in bounds]) if fits else None
         return pieces and [product([piece, *rest]) for piece in pieces]
+    if axis.kind == "ragged":
+        return None
     if axis.kind == "leaf":
         refine(axis, "sum", tuple(Axis(high - low) for low, high in pairwise([0, *bounds, axis.size])))
     return _segment_sum(axis, bounds)
@@ -210,7 +215,7 @@ def _segment_sum(axis: Axis, bounds: Sequence[int]) -> list[Axis] | None:
 
 def unify(a: Axis, b: Axis) -> None:
     """Make two axes of one size the same; where their structures contradict each other, block both."""
-    a, b = sorted((find(a), find(b)), key=lambda axis: ("leaf", "product", "sum").index(axis.kind))
+    a, b = sorted((find(a), find(b)), key=lambda axis: ("leaf", "product", "sum", "ragged").index(axis.kind))
     if a is b:
         return
     assert a.size == b.size, (a, b)
@@ -224,7 +229,10 @@ def unify(a: Axis, b: Axis) -> None:
         _merge(a, b)
         return
     left: Sequence[Axis] | None
-    if a.kind == "sum":
+    right: Sequence[Axis] | None
+    if b.kind == "ragged":
+        left = right = None
+    elif a.kind == "sum":
         bounds = sorted({end for axis in (a, b) for end in accumulate(part.size for part in axis.parts)})
         left, right = _segment_sum(a, bounds), _segment_sum(b, bounds)
     else:  # `b` may be one sum, which then must factor

@@ -23,8 +23,8 @@ class AxisMap:
     `classes` are those that a lookup, a softmax or a loss contracts. `heads` pairs each attention with its heads
     dimension. The attentions in `replicated_kv` have keys and values with too few heads to divide: every tensor rank
     computes all of these and takes its own. `kv_heads` has their heads dimension, by attention and argument. `weights`
-    are parameters, perhaps transposed or viewed; `learned` values depend on parameters, and those in `batch` on the
-    batch.
+    are parameters, perhaps transposed or viewed, or picked for each row; `learned` values depend on parameters, and
+    those in `batch` on the batch.
     """
 
     tensor: int

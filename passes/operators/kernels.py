@@ -201,10 +201,9 @@ def _move(node: fx.Node, value: Value, *_: Any) -> Work:
 def _copied_work(node: fx.Node, value: Value) -> Work:
     """The products, behind the gather of x."""
     x: Any = node.args[1]
-    work = multiply(node, value)
-    if not (whole := _gathered_bytes(node, value)):
-        return work
-    return work + Work(read=value.bytes(x), written=whole, gathered=whole, launches=2)
+    whole = _gathered_bytes(node, value)
+    gather = Work(read=value.bytes(x), written=whole, gathered=whole, launches=2) if whole else Work()
+    return multiply(node, value) + gather
 
 
 def _gathered_bytes(node: fx.Node, value: Value) -> Number:

@@ -17,7 +17,7 @@ from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.manifest import Result
-from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Placement, Segment, Shard
+from autoptd.runtime.program.placement import PARTIAL_SUM, REPLICATED, Placement, Ragged, Segment, Shard
 
 
 @dataclass(eq=False)
@@ -119,9 +119,7 @@ class Localizer:
                 new.meta["val"] = self.propagation.run(new)
             else:
                 new.meta["val"] = node.meta["val"].new_empty(self.sizes(*axes))
-            dims = map(self.divided_dim, axes)
-            found = [REPLICATED if dim is None else Placement(tensor=Shard(dim)) for dim in dims]
-            change_info(new, placement=as_results(node, found))
+            change_info(new, placement=as_results(node, list(map(self._place_value, axes))))
         return new
 
     def add(self, target: Any, args: Any, like: fx.Node, *, name: str, partial: bool = False) -> fx.Node:
@@ -150,6 +148,8 @@ class Localizer:
         axis = ax.find(axis)
         if axis.kind == "leaf":
             return (axis.size + self.divided[axis]) // self.tensor if axis in self.divided else axis.size
+        if axis.kind == "ragged":
+            return min(axis.size, axis.each * self.extent(axis.parts[0]))
         return (prod if axis.kind == "product" else sum)(self.extent(part) for part in axis.parts)
 
     def sizes(self, axes: Sequence[Axis]) -> list[int]:
@@ -188,6 +188,13 @@ class Localizer:
         segments, extent = tuple(self._segments(axes[dim])), ax.find(axes[dim]).size
         padded = extent < sum(segment.rows for segment in segments)
         return Placement(tensor=Shard(dim, segments, extent if padded else None))
+
+    def _place_value(self, axes: Axes) -> Placement:
+        """Return the placement of a value with these axes, whose rows nobody asks for."""
+        dim = self.divided_dim(axes)
+        if dim is None:
+            return REPLICATED
+        return Placement(tensor=(Ragged if ax.find(axes[dim]).kind == "ragged" else Shard)(dim))
 
     def _segments(self, axis: Axis) -> list[Segment]:
         """The axis as consecutive [outer, size, inner] segments."""
@@ -276,6 +283,11 @@ def key_mask(localizer: Localizer, node: fx.Node) -> dict[str, Any]:
         parts = ax.factors(axis)
         inside = any(f in localizer.batch for f in parts) or localizer.is_divided(parts[1:])
         flat.extend(parts if inside else [ax.find(axis)])
+    if any(f.kind == "ragged" for f in flat):
+        raise ValueError(
+            f"the draw at {where(node)} is over {list(shape_of(node))}, rows in the order of their experts, of which "
+            "each rank has others: draw for tokens, in front of the experts or behind them"
+        )
     reads_batch = node in localizer.axis_map.batch
     ones = str(node.all_input_nodes[-1].target) in localizer.filled
     default = 0 if ones and any(f.size == 1 for f in flat) else None

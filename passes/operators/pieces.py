@@ -155,11 +155,11 @@ def _getitem_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacemen
 # The sequence-first layout
 
 
-def resize_order(position: int) -> Callable[[LayoutWriter, fx.Node], Written]:
-    """Return the rule of an operator that cuts or stretches one dimension, which its argument `position` names."""
+def resize_order(position: int, default: int = 0) -> Callable[[LayoutWriter, fx.Node], Written]:
+    """Return the rule of an operator that cuts or stretches one dimension: its argument `position`, or `default`."""
 
     def rule(writer: LayoutWriter, node: fx.Node) -> Written:
-        order, dim = writer.order(node.args[0]), argument(node, position, "dim", 0)
+        order, dim = writer.order(node.args[0]), argument(node, position, "dim", default)
         if not writer.carries(node, order) or (order.merged and order.holds(dim)):
             return None
         placed = order.place(dim) if order.transposed else dim

@@ -54,6 +54,11 @@ def matmul_axes(axis_map: AxisMap, node: fx.Node) -> Any:
             ax.block(x[-1], f"{called(node)} {OF_ACTIVATIONS}")
         return result
     ax.unify(x[-1], y[-2])
+    if weighted and product.bias is None and [a.size for a in x[:-2]] == [a.size for a in y[:-2]]:  # one for an expert
+        axis_map.sum_over(node, x[-1])
+        for pair in zip(x[:-2], y[:-2], strict=True):
+            ax.unify(*pair)
+        return (*x[:-1], y[-1])
     ax.block(x[-1], f"{called(node)} {'contracts it with many matrices' if weighted else OF_ACTIVATIONS}")
     lead = axis_map.align_leading(node, [(product.x, x[:-2]), (product.weight, y[:-2])])
     return _with_bias(axis_map, product, (*lead, x[-2], y[-1]))

@@ -16,7 +16,7 @@ from torch import fx
 from autoptd.passes.ir.nodes import as_results, results_of, shape_of, walk
 from autoptd.passes.ir.products import bound_arguments
 from autoptd.passes.operators.quantities import tensor_arguments
-from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Replicate, Segment, Shard
+from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Ragged, Replicate, Segment, Shard
 
 
 class PlacementError(Exception):
@@ -179,6 +179,10 @@ def merge(found: Sequence[tuple[fx.Node, AxisPlacement]], result: Sequence[int])
             raise PlacementError(
                 f"combines {first}, divided along dimension {one.dim} of the result, with {other}, divided "
                 f"along {placement.dim}: expected both divided along the same one"
+            )
+        elif isinstance(one, Ragged) is not isinstance(placement, Ragged):
+            raise PlacementError(
+                f"combines {first}, which is {one.word}, with {other}, which is {placement.word}: these are other rows"
             )
         elif one.segments and placement.segments and describe_runs(one) != describe_runs(placement):
             raise PlacementError(

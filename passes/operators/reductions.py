@@ -35,6 +35,14 @@ def _contract_sum(axis_map: AxisMap, node: fx.Node, summed: list[ax.Axis]) -> ax
     return over[0]
 
 
+def _topk_axes(axis_map: AxisMap, node: fx.Node) -> tuple[ax.Axes, ax.Axes]:
+    own, dim = list(axis_map.of(node.args[0])), int(argument(node, 2, "dim", -1))
+    reason = f"{called(node)} picks from it"
+    ax.block(own[dim], reason)
+    own[dim] = ax.Axis(int(node.args[1]), blocked=reason)  # type: ignore[arg-type]
+    return tuple(own), tuple(own)
+
+
 # One rank's call
 
 
@@ -112,12 +120,14 @@ _SUM = replace(
 _CUMSUM = _over(lambda node, rank: [int(argument(node, 1, "dim", -1))], RUNS, order=resize_order(1))
 _NORM = _over(_normalized_dims, "normalises over it", order=rows_order, copies=contiguous_copies)
 
+
 RULES: Mapping[Any, OperatorRules] = {
     aten.sum: _SUM,
     aten.mean: replace(_SUM, axes=mapped_axes("reduces over it", _contract_sum), placed=over_placed(reduced_dims)),
     **dict.fromkeys((aten.amax, aten.amin, aten.any, aten.all), _REDUCTION),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), _REDUCTION),
     aten.min: replace(_REDUCTION, order=None),
+    aten.topk: OperatorRules(axes=_topk_axes, order=resize_order(2, -1), keeps="nothing"),
     aten.cumsum: _CUMSUM,
     # No weights, instead of nan, for a query that sees no key.
     aten._safe_softmax: replace(_CUMSUM, keeps="result", traits=Trait.SOFTMAX),

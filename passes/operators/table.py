@@ -10,6 +10,7 @@ from autoptd.passes.ir.autograd_functions import is_elementwise
 from autoptd.passes.ir.products import read_einsum
 from autoptd.passes.operators import (
     attention,
+    experts,
     kernels,
     pieces,
     pointwise,
@@ -25,7 +26,7 @@ from autoptd.runtime.kernels.autograd_function import AutogradFunction
 
 __all__ = ["FOREIGN", "OPERATORS", "Trait", "has_trait", "rules_of", "strip"]
 
-_FAMILIES = (attention, kernels, pieces, pointwise, products, reductions, scores, views, vocabulary)
+_FAMILIES = (attention, experts, kernels, pieces, pointwise, products, reductions, scores, views, vocabulary)
 OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
 FOREIGN = replace(UNFAMILIAR, traits=Trait.OWN_BACKWARD)
 

@@ -12,6 +12,7 @@ from torch import fx
 from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.nodes import copy_node, describe, info, nodes_in, walk
 from autoptd.passes.ir.program import Stage
+from autoptd.runtime.program.placement import Ragged
 
 Nodes = Sequence[fx.Node]
 
@@ -60,12 +61,13 @@ class Row:
         return changes.cumsum(1)[:, :-1]
 
     def allowed(self) -> list[bool]:
-        """Return whether a cut may stand before each item: live values are whole real tensors with whole gradients."""
+        """Return whether a cut may stand before each item: live values are real, of known rows, gradients whole."""
 
         def is_unfit(node: fx.Node) -> bool:
             value, about = node.meta["val"], info(node)
             real = isinstance(value, torch.Tensor) and not value.is_complex()
-            return not real or about.is_partial or about.has_partial_gradient
+            ragged = any(isinstance(placement["tensor"], Ragged) for placement in about.placements)
+            return not real or ragged or about.is_partial or about.has_partial_gradient
 
         live, unfit = self.sum_alive(lambda _: 1, is_unfit)
         allowed: list[bool] = ((live > 0) & (unfit == 0))[:-1].tolist()

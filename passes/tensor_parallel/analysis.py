@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import info, operator_name, shape_of, where
+from autoptd.passes.ir.nodes import aten_name, info, operator_name, shape_of, where
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
@@ -38,7 +38,9 @@ def _visit(axes: AxisMap, node: fx.Node, rules: Records) -> None:
     for marked in (axes.batch, axes.learned):
         if not marked.isdisjoint(node.all_input_nodes):
             marked.add(node)
-    if has_trait(node, Trait.REARRANGES) and node.args[0] in axes.weights:
+    # Of an expert for each row, it is a weight still.
+    picked = aten_name(node.target) == "index" and not axes.batch.isdisjoint(node.all_input_nodes[1:])
+    if (picked or has_trait(node, Trait.REARRANGES)) and node.args[0] in axes.weights:
         axes.weights.add(node)
     found = _find_rule(axes, node, rules)(axes, node)
     axes.axes[node] = found if isinstance(node.meta["val"], (tuple, list)) else (found,)

@@ -5,6 +5,7 @@ tensor ranks. Where it treats tokens one by one, g becomes a reduce-scatter over
 front of what needs all of them: the same bytes as an all-reduce, and a t-th of the memory and the work between the two.
 """
 
+from collections import Counter
 from collections.abc import Container, Mapping
 from math import prod
 from typing import Any
@@ -40,22 +41,21 @@ def divide_tokens(
     """
     regions = _Regions(graph, mesh, rules)
     sums = graph.find_nodes(op="call_function", target=collectives.reduce_from_tensor)
-    undivided = regions.find({node: _token_dim(node, named[node.name], batch, mesh.tensor) for node in sums})
+    undivided = regions.find({node: _token_dim(named[node.name][0], batch, mesh.tensor) for node in sums})
     if cluster is not None and not regions.pay(cluster):
         return f"; tokens stay whole, as they are few for {cluster.name}" if regions.dims else ""
-    gathers = regions.write()
-    scattered = sum(n.target is collectives.reduce_scatter for n in graph.nodes)
+    regions.write()
+    count = Counter(node.target for node in graph.nodes)
+    scattered, gathers = count[collectives.reduce_scatter], count[collectives.all_gather]
     entry = f"; tokens divided between {scattered} reduce-scatters and {gathers} all-gathers forward"
     rest = f"behind {undivided} sums tokens stay whole, as tensor={mesh.tensor} divides no dimension of theirs"
     return (entry if scattered else "") + (f"; {rest}" if undivided else "")
 
 
-def _token_dim(node: fx.Node, named: tuple[Axes, ...], batch: Container[Axis], tensor: int) -> int | None:
-    """Return the dimension of a sum that begins with its tokens: the first, but for samples, that t divides."""
-    (axes,) = named
+def _token_dim(axes: Axes, batch: Container[Axis], tensor: int) -> int | None:
+    """Return the dimension of a sum of `axes` that begins with its tokens: the first, but for samples, t divides."""
     outermost = [next((part for part in ax.factors(axis) if part.size > 1), axis) for axis in axes[:-1]]
-    fits = (d for d, axis in enumerate(outermost) if axis not in batch and axis.size % tensor == 0)
-    return next(fits, None)
+    return next((d for d, axis in enumerate(outermost) if axis not in batch and axis.size % tensor == 0), None)
 
 
 class _Regions:
@@ -86,10 +86,7 @@ class _Regions:
         return sum(dim is None for dim in sums.values())
 
     def _follow(self, node: fx.Node) -> None:
-        """Add a call that treats the tokens of its arguments one by one, as its operator's rule of axes says.
-
-        Not a view in which a rank has one of t groups of tokens: a dimension of size 1 is like any other.
-        """
+        """Add a call that treats the tokens of its arguments one by one, as its operator's rule of axes says."""
         unsized = has_trait(node, Trait.RESHAPES | Trait.REPEATS) and not isinstance(node.args[1], (list, tuple))
         if unsized or info(node).is_divided or info(node).is_partial or len(results_of(node)) > 1:
             return
@@ -104,6 +101,7 @@ class _Regions:
         tokens, *others = {ax.factors(axis_map.of(s)[self.dims[s]])[0] for s in sources if s in self.dims}
         contracted = axis_map.contractions.get(node)
         summed = contracted is not None and tokens in ax.leaves(contracted)
+        # A rank's only one of t groups: a dimension of size 1 is like any other.
         lone = has_trait(node, Trait.RESHAPES) and tokens.size == self.tensor
         if others or summed or lone or tokens.kind != "leaf" or tokens.blocked or tokens.size % self.tensor:
             return
@@ -117,9 +115,8 @@ class _Regions:
     def pay(self, cluster: Cluster) -> bool:
         """Return whether the time to read and write the others' tokens exceeds that of the gathers that are added.
 
-        Forward a reduce-scatter and a gather take as long as the all-reduce. The backward gathers the gradient of each
-        sum, where the all-reduce ran beside weight gradients; a device of one multiprocessor, which runs nothing
-        beside, also waits for the inputs that are gathered again.
+        The backward gathers the gradient of each sum, where the all-reduce ran beside weight gradients; a device of one
+        multiprocessor, which runs nothing beside, also waits for the inputs that are gathered again.
         """
         sizes = {node: tensor_bytes(node.meta["val"]) for node in self.dims}
         # What one member alone reads is never in memory where the two are fused.
@@ -130,13 +127,12 @@ class _Regions:
         gathered = [size for node, size in sizes.items() if not self.dims.keys() >= node.users.keys()]
         waited = sum(cluster.all_gather_seconds(size, group) for size in gathered)
         waited += device.seconds(Work(written=sum(gathered), launches=2 * len(gathered)), "fp32")
-        times = 2 if device.multiprocessors == 1 else 1
-        return device.seconds(Work(read=spared, written=spared), "fp32") > times * waited
+        waited *= 2 if device.multiprocessors == 1 else 1
+        return device.seconds(Work(read=spared, written=spared), "fp32") > waited
 
-    def write(self) -> int:
-        """Rewrite the members to a rank's tokens; return the number of all-gathers."""
+    def write(self) -> None:
+        """Rewrite the members to a rank's tokens, and gather them for other readers."""
         own: dict[tuple[fx.Node, int], fx.Node] = {}
-        gathers = 0
         for node, dim in self.dims.items():
             for source, at in self.taken.get(node, {}).items():
                 if (source, at) not in own:
@@ -145,16 +141,13 @@ class _Regions:
                 node.replace_input_with(source, own[source, at])
             self._localize(node, dim, shape := shape_of(node))
             node.meta["val"] = self.propagation.run(node)
-            expected = [size // self.tensor if d == dim else size for d, size in enumerate(shape)]
-            assert list(shape_of(node)) == expected, f"{node.format_node()} is not {expected}"
+            assert shape_of(node) == (*shape[:dim], shape[dim] // self.tensor, *shape[dim + 1 :]), node.format_node()
             change_info(node, placement=Placement(tensor=Shard(dim)))
         for node, dim in self.dims.items():
             if readers := sorted(user for user in node.users if user not in self.dims):
                 gathered = self._add(readers[0], collectives.all_gather, node, dim, f"{node.name}_all")
                 for reader in readers:
                     reader.replace_input_with(node, gathered)
-                gathers += 1
-        return gathers
 
     def _add(self, at: fx.Node, target: Any, source: fx.Node, dim: int, name: str) -> fx.Node:
         """Write a collective on a value before the node `at`."""

@@ -23,28 +23,24 @@ from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import ATTENTION, OF_ACTIVATIONS, RUNS, AxisMap
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.table import FOREIGN, rules_of
-from autoptd.passes.operators.text_rule import name_rules, read_rules
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR, bound_hidden
 from autoptd.passes.tensor_parallel.analysis import find_axes
 from autoptd.passes.tensor_parallel.choice import choose_axes, replicated_heads
 from autoptd.passes.tensor_parallel.gradient_copies import place_copies
 from autoptd.passes.tensor_parallel.sequence import divide_tokens
 from autoptd.passes.tensor_parallel.symbols import name_dimensions
+from autoptd.passes.tensor_parallel.text_rule import name_rules, read_rules
 from autoptd.runtime import collectives
 from autoptd.runtime.program.manifest import Input
 from autoptd.runtime.program.placement import Parameter
 
 
 def shard_tensors(
-    program: Program,
-    *,
-    rules: Mapping[Any, str] | None = None,
-    by_tokens: bool | None = None,
-    cluster: Cluster | None = None,
+    program: Program, rules: Mapping[Any, str] | None = None, tokens: bool | None = None, cluster: Cluster | None = None
 ) -> Program:
     """Divide the one-stage program over the tensor ranks of its mesh; every value's ``meta`` becomes one rank's.
 
-    Where `by_tokens`, what lies between the divided regions is divided by tokens; None: where it pays on a `cluster`,
+    Where `tokens`, what lies between the divided regions is divided by tokens; None: where it pays on a `cluster`,
     by default the paper's. Also finds which dimension of each
     batch input is the batch, and gives dropout the axes its mask is keyed by. Raises ValueError for an operator that is
     not torch's own and has no rule, or heads that t does not divide.
@@ -64,14 +60,14 @@ def shard_tensors(
     program = replace(program, inputs=inputs, stages=(stage,))
     localizer = Localizer(program, axis_map, divided, batch, filled(stage.constants))
     graph = localizer.run(lambda localizer, node: rules_of(node).local(localizer, node))
-    tokens = ""
-    if tensor > 1 and by_tokens is not False:
-        asked = None if by_tokens else cluster or Cluster.load("dgx-a100")
-        tokens = divide_tokens(graph, program.mesh, table, localizer.named, batch, asked)
+    note = ""
+    if tensor > 1 and tokens is not False:
+        asked = None if tokens else cluster or Cluster.load("dgx-a100")
+        note = divide_tokens(graph, program.mesh, table, localizer.named, batch, asked)
     parameters, copies = place_copies(graph, localizer.parameters, program.mesh.pipeline)
     reductions = sum(n.target is collectives.reduce_from_tensor for n in graph.nodes)
     summed = f"{reductions} all-reduces forward, {copies} backward"
-    entry = f"shard_tensors tensor={tensor}: {len(divided)} axes divided, {summed}{tokens}"
+    entry = f"shard_tensors tensor={tensor}: {len(divided)} axes divided, {summed}{note}"
     if axis_map.repeated:
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"

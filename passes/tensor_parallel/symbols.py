@@ -1,9 +1,9 @@
 """The symbols of a model's dimensions, found by the roles of its axes and never by their sizes.
 
 b sequences of s tokens; V the vocabulary, which the embedding contracts, and h its width; a heads of size h/a, g of
-keys and values; f the width between two products with weights. Layers have axes of their own: the same role in the
-same size is the same symbol, another size has a number behind it ("f2"). The number of tensors packed into one (3 for
-queries, keys and values) is a number. Of a divided axis, one of t tensor ranks has one t-th.
+keys and values; f the width between two products with weights; E experts. Layers have axes of their own: the same role
+in the same size is the same symbol, another size has a number behind it ("f2"). The number of tensors packed into one
+(3 for queries, keys and values) is a number. Of a divided axis, one of t tensor ranks has one t-th.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.table import Trait, has_trait, strip
-from autoptd.runtime import aten
+from autoptd.runtime import aten, kernels
 
 # Reasons not to divide an index of equal blocks (`shape_rules`).
 PACKED = ("takes it apart", "selects from it")
@@ -100,6 +100,8 @@ class DimensionSymbols:
         if axis.kind == "leaf":
             size = self.sizes.get(axis, sympy.Integer(axis.size))
             return (size + divided[axis]) / symbol("t") if axis in divided else size
+        if axis.kind == "ragged":
+            return sympy.Integer(axis.size)
         parts = [self.local(part, divided) for part in axis.parts]
         return sympy.Mul(*parts) if axis.kind == "product" else sympy.Add(*parts)
 
@@ -230,6 +232,8 @@ class _Roles:
         """Name the remaining axes that a product with a weight contracts as widths of an MLP."""
         for node in self._graph.find_nodes(op="call_function", target=aten.embedding.default):
             self._name("h", self._axis_map.of(node.args[0])[1])
+        for node in self._graph.find_nodes(op="call_function", target=kernels.route):
+            self._name("E", self._axis_map.all_of(node)[1][0])
         for node, axis in self._axis_map.contractions.items():
             if find_factors(node) and not self._axis_map.weights.isdisjoint(node.all_input_nodes):
                 self._name("f", axis)

@@ -13,6 +13,7 @@ written out. A mask is not saved but drawn again in backward, by `randomness.dra
 from autoptd.runtime.kernels.activation import bias_gelu, gated_product, linear_gelu
 from autoptd.runtime.kernels.autograd_function import autograd_function
 from autoptd.runtime.kernels.class_scores import clear_padding, maximum, nll_loss, one_hot, pick
+from autoptd.runtime.kernels.experts import combine, dispatch, grouped_linear, route
 from autoptd.runtime.kernels.fused_attention import grouped_attention, packed_attention
 from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
 from autoptd.runtime.kernels.keyed_uniform import uniform
@@ -24,7 +25,7 @@ from autoptd.runtime.kernels.rotary_position import rotary_embedding
 from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, logsumexp, lookup
 
 __all__ = ["add_layer_norm", "add_linear", "add_rms_norm", "autograd_function", "bias_dropout_add"]
-__all__ += ["bias_gelu", "clear_padding", "cross_entropy", "dropout", "embedding", "gated_product"]
-__all__ += ["grouped_attention", "layer_norm", "linear", "linear_gelu", "logsumexp", "lookup", "maximum"]
-__all__ += ["nll_loss", "one_hot", "packed_attention", "pick", "quantized_linear", "rms_norm"]
-__all__ += ["rotary_embedding", "scaled_softmax", "uniform"]
+__all__ += ["bias_gelu", "clear_padding", "combine", "cross_entropy", "dispatch", "dropout", "embedding"]
+__all__ += ["gated_product", "grouped_attention", "grouped_linear", "layer_norm", "linear"]
+__all__ += ["linear_gelu", "logsumexp", "lookup", "maximum", "nll_loss", "one_hot", "packed_attention"]
+__all__ += ["pick", "quantized_linear", "rms_norm", "rotary_embedding", "route", "scaled_softmax", "uniform"]

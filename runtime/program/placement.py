@@ -141,6 +141,13 @@ class Shard(AxisPlacement):
 
 
 @dataclass(frozen=True, repr=False)
+class Ragged(Shard):
+    """Each rank holds the rows of its experts, whose number depends on data, in room for as many as there can be."""
+
+    word = "divided by experts"
+
+
+@dataclass(frozen=True, repr=False)
 class Partial(AxisPlacement):
     """Each rank of the axis holds a term of a sum over them."""
 

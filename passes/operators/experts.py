@@ -1,0 +1,219 @@
+"""Mixtures of experts (`kernels.experts`): experts are divided over the tensor ranks, else the width of each is.
+
+Tensor ranks have all tokens. Each computes the rows of its own experts, and the all-reduce behind ``combine`` adds up
+what its ranks have of a token: as much as behind any row-parallel linear. The rows of all experts are a ragged axis,
+divided as the experts are.
+"""
+
+from collections.abc import Mapping, Sequence
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.ir.products import MatrixProduct
+from autoptd.passes.operators import axes as ax
+from autoptd.passes.operators import products, proof
+from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
+from autoptd.passes.operators.localizer import Localizer, is_lone_sum, same_call
+from autoptd.passes.operators.quantities import Number, Product, Value, Work
+from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.runtime import kernels
+from autoptd.runtime.program.placement import AxisPlacement, Ragged, Segment, Shard
+
+
+def _product(node: fx.Node) -> MatrixProduct:
+    """Return the product of ``grouped_linear``, whose weight has one matrix for each expert."""
+    given: Any = node.args
+    contracted = 1 if argument(node, 4, "transposed", False) else 2
+    return MatrixProduct(node, given[0], given[1], argument(node, 3, "bias"), contracted)
+
+
+# Axes
+
+
+def _route_axes(axis_map: AxisMap, node: fx.Node) -> tuple[ax.Axes, ax.Axes]:
+    """The experts are an axis of the counts, met by the weights, and the rows follow it."""
+    tokens, slots = shape_of(node.args[1])  # type: ignore[arg-type]
+    experts = ax.Axis(int(node.args[2]))  # type: ignore[arg-type]
+    return (ax.Axis(tokens * min(slots, experts.size), "ragged", (experts,), each=tokens),), (experts,)
+
+
+def _dispatch_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
+    return (*axis_map.of(node.args[1]), axis_map.of(node.args[0])[1])
+
+
+def _linear_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
+    """Relate [rows, in] x [experts, out, in] -> [rows, out]; `in` is contracted, or whole where a bias is added."""
+    product = _product(node)
+    rows, weight = axis_map.of(product.x), axis_map.of(product.weight)
+    inner, outer = weight[product.contracted], weight[3 - product.contracted]
+    (experts,) = axis_map.of(node.args[2])
+    ax.unify(experts, weight[0])
+    ax.unify(rows[1], inner)
+    if product.bias is None:
+        axis_map.sum_over(node, inner)
+    else:
+        ax.block(inner, f"{called(node)} contracts it and adds a bias")
+        for pair in zip(axis_map.of(product.bias), (weight[0], outer), strict=True):
+            ax.unify(*pair)
+    return (rows[0], outer)
+
+
+def _combine_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
+    """Contract the experts, whose rows are those of a token."""
+    rows, (tokens, slots), (order,) = map(axis_map.of, node.args)
+    ax.unify(rows[0], order)
+    ax.block(slots, f"{called(node)} sums over it")
+    if ax.find(order).parts:
+        axis_map.sum_over(node, *ax.find(order).parts)
+    return (tokens, rows[1])
+
+
+# One rank's call
+
+
+def _route_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    _, (experts,) = localizer.axis_map.all_of(node)
+    rank, chosen, number, _ = map(localizer.whole, node.args)
+    return localizer.copy(node, args=(rank, chosen, number, localizer.extent(experts)))
+
+
+def _combine_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+    """Partial rows, of which each rank has a term, are combined as they are: a token then has one sum, and not k."""
+    rows, *others = node.args
+    if not is_lone_sum(localizer, rows):
+        return same_call(localizer, node)
+    args = (localizer.values[rows], *map(localizer.whole, others))  # type: ignore[index]
+    return localizer.add(node.target, args, node, name=node.name, partial=True)
+
+
+# The proof
+
+
+def _route_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    proof.refuse_partial(node, placements)
+    _, chosen, number, own = node.args
+    if proof.read(chosen, placements) is not proof.WHOLE:
+        raise proof.PlacementError(f"sorts {proof.describe(chosen, placements)}: expected the experts of all tokens")
+    parts = Segment(1, int(own), 1, True)  # type: ignore[arg-type]
+    return (proof.WHOLE, proof.WHOLE) if own == number else (Ragged(0), Shard(0, (parts,)))
+
+
+def _follow_rows(node: fx.Node, placements: proof.Placements, *others: Any) -> bool:
+    """Return whether the rows of own experts are read; PlacementError unless all `others` are of these experts too."""
+    along = [(each, proof.read(each, placements)) for each in others]
+    divided = [placement for _, placement in along if placement.dim == 0]
+    runs = {proof.describe_runs(placement) for placement in divided if placement.segments}
+    if divided and (len(divided) < len(along) or len(runs) > 1):
+        words = "; ".join(proof.describe(each, placements) for each in others)
+        raise proof.PlacementError(f"reads {words}: expected all of the same experts, divided along dimension 0")
+    return bool(divided)
+
+
+def _dispatch_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    x, order = (proof.read(given, placements) for given in node.args[:2])
+    if x.dim == 0 or proof.UNKNOWN in (x, order) or (x.dim is not None and order.dim is not None):
+        return proof.UNKNOWN
+    return x if order is proof.WHOLE else order
+
+
+def _linear_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    product = _product(node)
+    of_experts = [node.args[2], product.weight, *([] if product.bias is None else [product.bias])]
+    if _follow_rows(node, placements, product.x, *of_experts):
+        return proof.read(product.x, placements)
+    return products.place_product(product, placements)
+
+
+def _combine_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    rows, gates, order = node.args
+    if proof.read(gates, placements) is not proof.WHOLE:
+        raise proof.PlacementError(f"reads {proof.describe(gates, placements)}: expected the gates of all tokens")
+    return proof.PARTIAL if _follow_rows(node, placements, rows, order) else proof.read(rows, placements)
+
+
+def _combine_partial(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    rows, *others = (proof.read(given, placements) for given in node.args)
+    kept = rows is proof.PARTIAL and all(other is proof.WHOLE for other in others)
+    return proof.PARTIAL if kept else proof.refuse_partial(node, placements)
+
+
+# The sequence-first layout: tokens are numbered as they lie in what is routed
+
+
+def _route_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    rank, chosen, *numbers = node.args
+    return writer.write((writer.value(rank), writer.value(chosen), *numbers)), False
+
+
+def _find_tokens(writer: LayoutWriter, order: Any) -> DimOrder:
+    """Return the order of the tokens that were routed."""
+    return writer.order(order.args[0].args[1])
+
+
+def _dispatch_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    x, order, slots = node.args
+    return writer.write((writer.fit(x, _find_tokens(writer, order)), writer.value(order), slots)), False
+
+
+def _combine_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    rows, gates, order = node.args
+    tokens = _find_tokens(writer, order)
+    return writer.write((writer.value(rows), writer.fit(gates, tokens), writer.value(order))), tokens.transposed
+
+
+# Costs
+
+
+def _expect_rows(node: fx.Node, value: Value) -> Number:
+    """Return how many rows a rank's own experts have if all have as many; those of the buffer if nothing is known."""
+    counts: Any = node.args[2]
+    route = counts.args[0] if counts.target is getitem else counts
+    if route.target is not kernels.route:
+        return value.shape(node)[0]
+    _, chosen, number, _ = route.args
+    (tokens, slots), (own,) = value.shape(chosen), value.shape(counts)
+    if getattr(own, "is_number", True):
+        return -(-tokens * slots * own // number)
+    return tokens * slots / own.as_numer_denom()[1]  # E, or E / t
+
+
+def _linear_work(node: fx.Node, value: Value, wanted: Sequence[fx.Node] | None = None) -> Work:
+    """A product for the result, or for the gradients of the rows and of the weight; rows behind are written, too."""
+    product = _product(node)
+    inner, columns = value.shape(product.x)[1], value.shape(node)[1]
+    gemm = Product(1, _expect_rows(node, value), columns, inner)
+    sizes = {given: value.bytes(given) for given in (product.x, product.weight)}
+    result = value.bytes(node)
+    if wanted is None:
+        return Work((gemm,), read=sum(sizes.values()), written=result, launches=1)
+    total = sum(sizes.values())
+    works = [
+        Work((gemm,), read=result + total - own, written=own, launches=1) for x, own in sizes.items() if x in wanted
+    ]
+    if product.bias is not None and product.bias in wanted:
+        works.append(Work(elementwise=value.count(node), read=result, written=value.bytes(product.bias), launches=1))
+    return sum(works, Work())
+
+
+RULES: Mapping[Any, OperatorRules] = {
+    kernels.route: OperatorRules(
+        axes=_route_axes, local=_route_local, placed=_route_placed, order=_route_order, traits=Trait.ANY_PLACEMENT
+    ),
+    kernels.dispatch: OperatorRules(
+        axes=_dispatch_axes, placed=_dispatch_placed, order=_dispatch_order, keeps="nothing"
+    ),
+    kernels.grouped_linear: OperatorRules(
+        axes=_linear_axes, placed=_linear_placed, work=_linear_work, backward=_linear_work
+    ),
+    kernels.combine: OperatorRules(
+        axes=_combine_axes,
+        local=_combine_local,
+        placed=_combine_placed,
+        of_partial=_combine_partial,
+        order=_combine_order,
+    ),
+}

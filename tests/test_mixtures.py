@@ -1,0 +1,344 @@
+"""Mixtures of experts: each is exact, and its experts are divided over the tensor ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autoptd
+from autoptd.check.program import ProgramError
+from autoptd.compiled import CompiledProgram
+from autoptd.passes.cost.work import backward_work, forward_work
+from autoptd.runtime import kernels
+from autoptd.text.recorder import RecordingError
+from autoptd.verification import float64
+from autoptd.verification.step import widen
+from samples.attention_coverage import randomize
+from samples.wild.decoder import HIDDEN
+from samples.wild.habits import EXPERTS, Mixture, vary
+from samples.wrong_gradients import rewrite
+from tests.parity import GRADIENT_TOLERANCE, Training, compare, compare_states, train_compiled, train_plain
+
+VOCABULARY, LENGTH = 61, 8
+SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24},
+    **{"max_position_embeddings": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"head_dim": 8, "attention_dropout": 0.0, "use_cache": False},
+    **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None},
+}
+_LOSS = {"num_experts_per_tok": 2, "output_router_logits": True}
+_DEEPSEEK = {
+    **{"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 8},
+    **{"q_lora_rank": 12, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+    **{"first_k_dense_replace": 1, "head_dim": 4},
+}
+CLASSES: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4, **_LOSS},
+    "Qwen2MoeForCausalLM": {"num_experts": 8, "shared_expert_intermediate_size": 24, **_LOSS},
+    "Qwen3MoeForCausalLM": {"num_experts": 8, "norm_topk_prob": True, **_LOSS},
+    "DeepseekV2ForCausalLM": {"topk_method": "group_limited_greedy", **_DEEPSEEK},
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "OlmoeForCausalLM": {"num_experts": 8, **_LOSS},
+    "GptOssForCausalLM": {"num_local_experts": 4, "sliding_window": 4, **_LOSS},
+    "Llama4ForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+    "PhimoeForCausalLM": {"num_local_experts": 4, **_LOSS},
+    "GraniteMoeForCausalLM": {"num_local_experts": 4, **_LOSS},
+    "Glm4MoeForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+}
+QUICK = ("MixtralForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM")
+MESHES = ((2, 1, 1), (2, 2, 1))
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """The class with its tiny sizes and weights that leave no gradient zero."""
+    cls = getattr(transformers, name)
+    config_class = transformers.Llama4TextConfig if name == "Llama4ForCausalLM" else cls.config_class
+    config = config_class(**{**SIZES, **CLASSES[name], **options})
+    config._attn_implementation = "eager" if name == "GptOssForCausalLM" else "sdpa"
+    return randomize(cls(config))
+
+
+def compile_tokens(model: nn.Module, mesh: tuple[int, int, int], **options: Any) -> CompiledProgram:
+    """Compile a class of transformers, or a variation of the samples' decoder."""
+    torch.manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (2, LENGTH))
+    names = ("input_ids", "labels") if isinstance(model, transformers.PreTrainedModel) else ("idx", "targets")
+    return autoptd.compile(model, mesh=mesh, example_inputs=dict.fromkeys(names, ids), **options)
+
+
+def verify_exactly(program: CompiledProgram) -> None:
+    program.check()
+    report = program.verify()
+    assert report.passed, report
+    assert max(report.errors.values()) <= 1e-12, report
+
+
+def divided_dims(program: CompiledProgram, word: str = "experts.") -> set[int | None]:
+    """The dimensions along which the weights of experts are divided."""
+    parameters = program.manifest.parameters.items()
+    return {p.placement["tensor"].dim for n, p in parameters if word in n and "shared" not in n and p.is_trained}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CLASSES])
+def test_experts_of_transformers_are_divided_and_exact(name: str, mesh: tuple[int, int, int]) -> None:
+    """Whatever implementation the config names: the plain model loops over its experts, as they are written."""
+    program = compile_tokens(build(name), mesh)
+    # Llama-4 multiplies all tokens with a matrix for each expert, which a scatter weighs.
+    assert divided_dims(program) == ({1, 2} if name == "Llama4ForCausalLM" else {0})
+    assert not any("experts" in line for line in program.log if "replicated" in line)
+    verify_exactly(program)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("MixtralForCausalLM", (2, 1, 1)),
+        pytest.param("Qwen3MoeForCausalLM", (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param("GptOssForCausalLM", (2, 1, 2), marks=pytest.mark.slow),
+        pytest.param("Llama4ForCausalLM", (2, 2, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_twenty_steps_on_processes_are_those_of_the_loop_over_experts(name: str, mesh: tuple[int, int, int]) -> None:
+    """In float64, clipped, with the auxiliary loss of each microbatch."""
+    model: Any = build(name)
+    if hasattr(model.config, "_experts_implementation"):
+        model.set_experts_implementation("eager")
+    torch.manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (20, 4, LENGTH))
+    batches = [{"input_ids": x, "labels": x.clone()} for x in ids]
+    example = {name: x[:1] for name, x in batches[0].items()}
+    program = autoptd.compile(model, mesh=mesh, example_inputs=example, num_microbatches=4 // mesh[2])
+    training, double = Training(lr=0.05, max_norm=1.0), copy.deepcopy(model).double()
+    wide = replace(program, manifest=widen(program.manifest), model=double)
+    with float64.Promotion():
+        plain = train_plain(double, batches, 4, training)
+    found = train_compiled(wide, batches, training, prepare=lambda: float64.Promotion().__enter__())  # type: ignore[no-untyped-call]
+    for own, true in zip(found.steps, plain.steps, strict=True):
+        compare(own, true, loss_tolerance=1e-12)
+    compare_states(found.state, plain.state, tolerance=GRADIENT_TOLERANCE)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "GraniteMoeForCausalLM"])
+def test_experts_that_the_ranks_do_not_divide_are_divided_in_width(name: str) -> None:
+    """Their rows are summed over the ranks as those of any row-parallel linear: once for a token."""
+    program = compile_tokens(build(name, num_local_experts=3), (2, 1, 1))
+    names = {n: p for n, p in program.manifest.parameters.items() if n.endswith(("gate_up_proj", "down_proj"))}
+    dims = {n.split(".")[-1]: p.placement["tensor"].dim for n, p in names.items()}
+    assert dims == {"gate_up_proj": 1, "down_proj": 2}
+    assert any("5 all-reduces forward" in line for line in program.log)
+    verify_exactly(program)
+
+
+def test_experts_of_other_shapes_are_whole_with_the_reason() -> None:
+    """Biases are added once to a product; gates of every second column are not taken from a part of them."""
+    program = compile_tokens(build("GptOssForCausalLM", num_local_experts=3), (2, 1, 1))
+    assert divided_dims(program) == {None}
+    assert any(
+        "replicated because 2 does not divide 3" in line and "experts.gate_up_proj" in line for line in program.log
+    )
+    verify_exactly(program)
+
+
+@pytest.mark.timeout(120)
+def test_four_ranks_with_an_expert_each_need_room_for_a_row_of_each_token() -> None:
+    program = compile_tokens(build("MixtralForCausalLM"), (4, 1, 2))
+    assert f"f32[<={2 * LENGTH}, 96]" in program.rank(0).code
+    verify_exactly(program)
+
+
+def test_a_rank_is_expected_to_multiply_its_part_of_the_rows() -> None:
+    """And keeps room for all: as many FLOPs and bytes as the text says, and the same as expressions."""
+    program = compile_tokens(build("MixtralForCausalLM"), (2, 1, 1))
+    (stage,) = program.stages
+    products = [node for node in stage.graph.nodes if node.target is kernels.grouped_linear]
+    rows, width = 2 * LENGTH * 2 // 2, 48
+    flops = [forward_work(node).flops for node in products]
+    assert flops == 2 * [2 * rows * 32 * 2 * width, 2 * rows * width * 32]
+    gradients = [sum(product.flops for product in backward_work(node).products) for node in products]
+    assert gradients == [2 * forward for forward in flops]
+    symbols = program.symbols
+    assert symbols is not None
+    shown = [forward_work(node, symbols.shape).flops for node in products]
+    assert [int(expression.subs(symbols.values)) for expression in shown] == flops
+    assert {str(s) for s in shown[0].free_symbols} == {"b", "s", "f", "h", "t"}
+
+
+class Summed(nn.Module):
+    """Two of four experts for each token, one module for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        wide = 2 * HIDDEN
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(HIDDEN, wide), nn.GELU(), nn.Linear(wide, HIDDEN)) for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        probabilities = self.router(x).softmax(-1)
+        gates, chosen = probabilities.topk(2, dim=-1)
+        weights = torch.zeros_like(probabilities).scatter(-1, chosen, gates)
+        return sum(weights[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+class Batched(Mixture):
+    """A product with a matrix for each expert, of all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, rows = self.route(x).flatten(0, 1), x.flatten(0, 1)
+        y = functional.gelu(rows.expand(EXPERTS, -1, -1) @ self.up) @ self.down
+        sums: Tensor = (y * weights.t()[..., None]).sum(0)
+        return sums.view(x.shape)
+
+
+class Gathered(Mixture):
+    """A matrix for each row, gathered by the expert's number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        gates, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
+        picks = chosen.flatten()
+        y = torch.bmm(rows.repeat_interleave(2, 0).unsqueeze(1), self.up[picks]).squeeze(1)
+        y = torch.bmm(self.down.mT[picks], functional.gelu(y).unsqueeze(-1)).squeeze(-1)
+        sums: Tensor = (y * gates.reshape(-1, 1)).view(len(rows), 2, -1).sum(1)
+        return sums.view(x.shape)
+
+
+class OneHot(Mixture):
+    """One expert for each token, found by one-hot dispatch with a capacity, as in GShard and Switch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, capacity = x.flatten(0, 1), 5
+        gates, chosen = self.router(rows).softmax(-1).max(-1)
+        hot = functional.one_hot(chosen, EXPERTS)
+        place = (hot.cumsum(0) * hot).sum(-1) - 1
+        kept = (place < capacity).to(x.dtype)[:, None, None]
+        slots = functional.one_hot(place.clamp(max=capacity - 1), capacity)
+        dispatch = (hot[:, :, None] * slots[:, None, :]).to(x.dtype) * kept
+        y = torch.einsum("th,tec->ech", rows, dispatch)
+        y = functional.gelu(torch.einsum("ech,ehf->ecf", y, self.up))
+        y = torch.einsum("ecf,efh->ech", y, self.down)
+        sums: Tensor = torch.einsum("ech,tec->th", y, dispatch * gates[:, None, None])
+        return sums.view(x.shape)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mixture", "dims"),
+    [(Summed, {0, 1, None}), (Batched, {1, 2}), (Gathered, {1, 2}), (OneHot, {1, 2}), (Mixture, {1, 2})],
+)
+def test_mixtures_that_compute_all_rows_are_divided_and_exact(
+    mixture: type[nn.Module], dims: set[int | None], mesh: tuple[int, int, int]
+) -> None:
+    """By experts or in width; only the biases that are added once are whole."""
+    torch.manual_seed(0)
+    program = compile_tokens(vary(mixture)(), mesh)
+    weights = {n: p.placement["tensor"].dim for n, p in program.manifest.parameters.items() if ".mlp." in n}
+    assert {dim for name, dim in weights.items() if "router" not in name} == dims
+    verify_exactly(program)
+
+
+@pytest.mark.timeout(120)
+def test_autocast_multiplies_experts_in_half_precision() -> None:
+    model = build("MixtralForCausalLM")
+    with torch.autocast("cpu", torch.bfloat16):
+        program = compile_tokens(model, (2, 1, 1))
+    assert "bf16[<=32, 96]" in program.rank(0).code
+    program.check()
+    assert program.verify(dtype="model").passed
+
+
+ROUTE = "layers1_mlp_gate_topk_1, number=4, own=2"
+READ = 'p["model.layers.1.mlp.experts.down_proj"]'
+FAULTS = {
+    # What check says of it.
+    "the gates are not read through f": (
+        *("layers1_mlp_gate_div_f, layers1_mlp_experts_order", "layers1_mlp_gate_div, layers1_mlp_experts_order"),
+        r"layers1_mlp_experts_combine \(program_00.py:\d+\) is divided and reads layers1_mlp_gate_div as it is",
+    ),
+    "the tokens are not read through f": (
+        *("layers1_mlp_reshape_f, layers1_mlp_experts_order", "layers1_mlp_reshape, layers1_mlp_experts_order"),
+        r"layers1_mlp_experts_dispatch \(program_00.py:\d+\) is divided and reads layers1_mlp_reshape as it is",
+    ),
+    "expert weights have their gradients summed over the tensor ranks": (
+        *(READ, f"collectives.copy_to_tensor(rank, {READ})"),
+        r"\(program_00.py:\d+\) hands model_layers_1_mlp_experts_down_proj, which is divided along dimension 0",
+    ),
+    "all experts are routed to each rank's": (
+        *(ROUTE, ROUTE.replace("own=2", "own=4")),
+        r"program_00.py:\d+: grouped_linear\(.*counts \[4\], expected .*\[experts\]",
+    ),
+    "the first experts are routed to those of each rank": (
+        *(ROUTE, ROUTE.replace("number=4", "number=2")),
+        r"layers1_mlp_experts_grouped_linear \(program_00.py:\d+\) reads .*layers1_mlp_experts_counts, which is whole",
+    ),
+    "an auxiliary loss is counted on each rank": (
+        *("aten.mul(mul_1, 0.001)", "aten.mul(collectives.reduce_from_tensor(rank, mul_1), 0.001)"),
+        r"all-reduces mul_1, which is whole on every tensor rank already, and so multiplies it by their number",
+    ),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds_faults_of_experts_with_their_line(fault: str) -> None:
+    old, new, said = FAULTS[fault]
+    program = compile_tokens(build("MixtralForCausalLM"), (2, 1, 1))
+    with pytest.raises((ProgramError, RecordingError), match=said):
+        rewrite((old, new))(program).check()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (ROUTE, f"aten.remainder(aten.add({ROUTE.split(',')[0]}, 1), 4), number=4, own=2"),
+        ("layers1_mlp_gate_div_f, layers1_mlp_experts_order", "layers1_mlp_gate_div_f, layers0_mlp_experts_order"),
+    ],
+)
+def test_verify_finds_rows_of_the_neighbours_expert_with_their_line(old: str, new: str) -> None:
+    program = rewrite((old, new))(compile_tokens(build("MixtralForCausalLM"), (2, 1, 1)))
+    program.check()
+    report = program.verify()
+    lines = program.rank(0).code.splitlines()
+    named = int(str(report).partition("first wrong value is made at program_00.py:")[2].split(",")[0])
+    assert not report.passed
+    assert lines[named - 1].startswith("    layers1_mlp_experts_"), lines[named - 1]
+
+
+def test_experts_of_the_users_own_are_traced_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user registered is the user's, and is divided in width."""
+    moe = pytest.importorskip("transformers.integrations.moe")
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return moe.batched_mm_experts_forward(*args, **kwargs)
+
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "own", own)
+    model: Any = build("MixtralForCausalLM")
+    model.set_experts_implementation("own")
+    program = compile_tokens(model, (2, 1, 1))
+    assert "kernels.grouped_linear" not in program.rank(0).code
+    assert divided_dims(program) == {1, 2}
+    verify_exactly(program)
+
+
+def test_dropout_of_sorted_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask would be another one on each mesh."""
+    model = build("MixtralForCausalLM", intermediate_size=40)
+    kind: Any = type(model.get_submodule("model.layers.0.mlp.experts"))
+    gate = kind._apply_gate
+    monkeypatch.setattr(kind, "_apply_gate", lambda own, x: functional.dropout(gate(own, x), 0.1, own.training))
+    with pytest.raises(ValueError, match=r"moe.py:\d+.* is over \[32, 40\], rows in the order of their experts"):
+        compile_tokens(model, (2, 1, 1))
