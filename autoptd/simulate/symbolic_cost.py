@@ -219,14 +219,20 @@ def _list_kept(stage: Stage, ledger: Ledger, sizes: Sizes) -> Iterator[tuple[fx.
 
 
 def _name_shape(tensor: Tensor, nodes: Iterable[fx.Node], sizes: Sizes) -> Sequence[Number]:
-    """Return the shape of a tensor in the numbers of the first of `nodes` that begins with the same dimensions."""
+    """Return the shape of a tensor in the numbers of the first of `nodes` that begins with the same dimensions.
+
+    Else of one of which it has several: a loss keeps four numbers for each row.
+    """
+    found: Sequence[Number] = tuple(tensor.shape)
     for node in nodes:
         value, named = node.meta["val"], sizes(node)
         for own, shape in [(value, named)] if isinstance(value, Tensor) else zip(value, named, strict=True):
             pairs = list(zip(tensor.shape, own.shape, shape, strict=False))
             if len(pairs) == tensor.dim() and all(size in (1, other) for size, other, _ in pairs):
                 return [number if size == other else 1 for size, other, number in pairs]
-    return tuple(tensor.shape)
+            if own.dim() and tensor.shape[1:] == own.shape:
+                found = [tensor.shape[0], *shape]
+    return found
 
 
 def _list_work_lines(work: Work, direction: str) -> Iterator[Line]:
