@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -331,6 +332,37 @@ def test_experts_of_the_users_own_are_traced_as_written(monkeypatch: pytest.Monk
     program = compile_tokens(model, (2, 1, 1))
     assert "kernels.grouped_linear" not in program.rank(0).code
     assert divided_dims(program) == {1, 2}
+    verify_exactly(program)
+
+
+def test_a_forward_of_the_users_own_class_is_traced_as_written() -> None:
+    """Under transformers' decorator too: it may do what the interface does not know, here halve the result."""
+    moe = pytest.importorskip("transformers.integrations.moe")
+
+    @moe.use_experts_implementation
+    class Halved(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN) / HIDDEN**0.5)
+
+        def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+            shares = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, gates)
+            result: Any = 0.5 * sum(shares[:, e, None] * torch.tanh(x @ self.up[e]) for e in range(EXPERTS))
+            return cast(Tensor, result)
+
+    class Own(Mixture):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mine = Halved(SimpleNamespace(_experts_implementation="eager"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            gates, chosen = self.router(rows := x.flatten(0, 1)).softmax(-1).topk(2, dim=-1)
+            result: Tensor = self.mine(rows, chosen, gates)
+            return result.view(x.shape)
+
+    torch.manual_seed(0)
+    program = compile_tokens(vary(Own)(), (2, 1, 1))
+    assert "kernels.grouped_linear" not in program.rank(0).code
     verify_exactly(program)
 
 

@@ -28,7 +28,7 @@ def loop_over_experts() -> AbstractContextManager[Any]:
 
 
 def _choose(choose: Callable[[Forward], Forward]) -> AbstractContextManager[Any]:
-    """Let `choose` pick the forward of all experts, given that of their class; not one that the user registered."""
+    """Let `choose` pick the forward of all experts, given that of their class; not one that the user wrote."""
     moe = sys.modules.get("transformers.integrations.moe")
     interface = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
     if interface is None:
@@ -37,8 +37,7 @@ def _choose(choose: Callable[[Forward], Forward]) -> AbstractContextManager[Any]
 
     def find(implementation: str | None, written: Forward) -> Forward:
         theirs: Forward = named(implementation, written)
-        known = theirs is written or theirs.__module__.startswith("transformers.")
-        return choose(written) if known else theirs
+        return choose(written) if theirs.__module__.startswith("transformers.") else theirs
 
     return patch.object(interface, "get_interface", find)
 
