@@ -77,72 +77,26 @@ def write_hidden(node: fx.Node, tensor: int) -> str:
     return f"backward: {kind} {write_bytes(size * tensor if gathered else size)} over tensor, beside {whose}"
 
 
-class Headings:
-    """The module heading that each path belongs under, and the range of the model that a stage covers."""
-
-    def __init__(self, stages: Iterable[Stage]) -> None:
-        calls: Counter[str] = Counter()
-        self._ranges: dict[str, set[int]] = {}
-        self._paths: list[list[str]] = []
-        for index, stage in enumerate(stages):
-            own = Counter(info(n).path for n in stage.graph.nodes if n.op == "call_function")
-            calls += own
-            self._paths.append(list(own))
-            for path in own:
-                self._ranges.setdefault(_block(path), set()).add(index)
-        self._outer = outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
-        # The module whose heading covers a path: itself, or its parent if it is a small leaf.
-        headed = {path for path, count in calls.items() if path in outer or count >= _OWN_HEADING}
-        self.group = {path: path if path in headed else _caller(path, calls) for path in calls}
-        self._shorten = len({_short(block) for block in self._ranges}) == len(self._ranges)
-
-    def heading(self, path: str, nodes: Sequence[fx.Node]) -> str:
-        """Return the heading over a run of `nodes` under `path`."""
-        if path:
-            return path
-        leaves = dict.fromkeys(info(node).path.rpartition(".")[2] for node in nodes)
-        value = nodes[-1].meta.get("val")
-        whole = "loss" if isinstance(value, Tensor) and value.dim() == 0 else "model"
-        return ", ".join(leaf for leaf in leaves if leaf) or whole
-
-    def stage_range(self, index: int) -> str:
-        """Return ``h.6 - h.11, ln_f``: the repeated blocks and the modules between them in a stage."""
-        return self.path_range(self._paths[index]) or "loss"
-
-    def path_range(self, paths: Iterable[str]) -> str:
-        """Return the same range for calls under `paths`; empty if they are under no module."""
-        # A container such as "transformer" says nothing beside "transformer.h.0".
-        known = (b for b in dict.fromkeys(map(_block, paths)) if b)
-        blocks = [b for b in known if b not in self._outer or b.rpartition(".")[2].isdigit()]
-        rows: list[list[str]] = []
-        for previous, block in zip(["", *blocks], blocks, strict=False):
-            if not _follows(previous, block):
-                rows.append([])
-            part = " (part)" * (len(self._ranges[block]) > 1)
-            rows[-1].append((_short(block) if self._shorten else block) + part)
-        return ", ".join(row[0] if len(row) == 1 else f"{row[0]} - {row[-1]}" for row in rows)
+def find_headings(stages: Iterable[Stage]) -> dict[str, str]:
+    """Return the path of the module whose heading covers each module path: itself, or its parent if a small leaf."""
+    nodes = (node for stage in stages for node in stage.graph.nodes)
+    calls = Counter(info(node).path for node in nodes if node.op == "call_function")
+    outer = {path[:i] for path in calls for i, letter in enumerate(path) if letter == "."}
+    headed = {path for path, count in calls.items() if path in outer or count >= _OWN_HEADING}
+    return {path: path if path in headed else _caller(path, calls) for path in calls}
 
 
-def _block(path: str) -> str:
-    """Return the path up to its first number ("h.6" of "h.6.attn.c_attn"), or all of it."""
-    parts = path.split(".")
-    end = next((i for i, part in enumerate(parts, 1) if part.isdigit()), None)
-    return ".".join(parts[:end])
-
-
-def _short(block: str) -> str:
-    """Drop the containers of a path: "h.6" of "transformer.h.6", "ln_f" of "transformer.ln_f"."""
-    parts = block.split(".")
-    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+def name_modules(path: str, nodes: Sequence[fx.Node]) -> str:
+    """Return the words of the heading over a run of `nodes` under `path`."""
+    if path:
+        return path
+    leaves = dict.fromkeys(info(node).path.rpartition(".")[2] for node in nodes)
+    value = nodes[-1].meta.get("val")
+    whole = "loss" if isinstance(value, Tensor) and value.dim() == 0 else "model"
+    return ", ".join(leaf for leaf in leaves if leaf) or whole
 
 
 def _caller(path: str, calls: Mapping[str, int]) -> str:
     """Return the module around a leaf; if that is a container (a ModuleDict), the model."""
     parent = path.rpartition(".")[0]
     return parent if parent in calls or any(part.isdigit() for part in parent.split(".")) else ""
-
-
-def _follows(block: str, other: str) -> bool:
-    (stem, _, number), (other_stem, _, other_number) = block.rpartition("."), other.rpartition(".")
-    numbered = number.isdigit() and other_number.isdigit()
-    return numbered and stem == other_stem and int(other_number) == int(number) + 1

@@ -1,7 +1,7 @@
 """Write the lines of a rank program: a heading per module, a statement per call, a comment at the side."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from torch import fx
@@ -12,7 +12,7 @@ from autoptd.passes.ir.program import Stage, values_given, values_taken
 from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule_text import wrap_words
-from autoptd.text.comments import Headings, write_communication, write_hidden, write_value_shape
+from autoptd.text.comments import name_modules, write_communication, write_hidden, write_value_shape
 from autoptd.text.expressions import Names, is_index, write_call, write_index
 
 WIDTH = 110
@@ -23,29 +23,27 @@ _PARAMETER = re.compile(r" (?=p\[)")
 _SHAPE_KEPT = (copy_to_tensor, reduce_from_tensor)  # their comments have no room for it
 
 
-def write_body(stage: Stage, names: Names, headings: Headings, mesh: Mesh) -> Iterator[str]:
+def write_body(stage: Stage, names: Names, headings: Mapping[str, str], mesh: Mesh) -> Iterator[str]:
     """Write the lines between the signature and the ``return`` of a stage."""
     repeated = find_repeated(stage, mesh)
 
     def write_modules(nodes: Sequence[fx.Node], indent: str = INDENT) -> Iterator[str]:
-        for number, (path, run) in enumerate(groupby(nodes, lambda node: headings.group[info(node).path])):
+        for number, (path, run) in enumerate(groupby(nodes, lambda node: headings[info(node).path])):
             members = list(run)
             if number:
                 yield ""
             own = next((n for n in members if path and info(n).path == path), members[0])
-            yield write_heading(headings.heading(path, members), info(own).line, indent)
+            yield write_heading(name_modules(path, members), info(own).line, indent)
             yield from write_calls(members, names, mesh.tensor, indent, repeated)
 
     def write_group(label: str, nodes: Sequence[fx.Node]) -> Iterator[str]:
         """Write a function and its call: it takes ``rank`` and values, and reads ``p`` from outside."""
         function = names.take(label)
-        paths = dict.fromkeys(path for node in nodes if (path := info(node).path))
-        title = next(iter(paths)) if len(paths) == 1 else headings.path_range(paths) or function
         taken = [names[node] for node in values_taken(nodes)]
         given = values_given(nodes)
         results = ", ".join(names[node] for node in given)
         shapes = ", ".join(dict.fromkeys(write_value_shape(node, mesh.tensor) for node in given))
-        yield f"{INDENT}# {title}, recomputed in the backward"
+        yield f"{INDENT}# recomputed in the backward"
         yield from write_statement(f"def {function}", ["rank", *taken], "", "", INDENT, "):")
         yield from write_modules(nodes, 2 * INDENT)
         yield from ("", f"{2 * INDENT}return {results}", "")

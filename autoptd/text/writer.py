@@ -5,21 +5,21 @@ Stage k is a function ``stage_k`` of pipeline rank k mod p. The same program giv
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import prod
 from pathlib import Path
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import info, nodes_in, walk
+from autoptd.passes.ir.nodes import info, module_path, nodes_in, walk
 from autoptd.passes.ir.program import Program, Stage, constants_made, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.runtime.program.schedule_text import format_schedule
-from autoptd.text.comments import Headings, write_bytes, write_value_shape
+from autoptd.text.comments import find_headings, write_bytes, write_value_shape
 from autoptd.text.expressions import Names, quote, write_value
 from autoptd.text.statements import WIDTH, align, write_body, write_calls, write_comment, write_heading
 
@@ -35,14 +35,14 @@ def emit_texts(
     in the header if given, are each stage's forward floating-point operations for one microbatch on one rank. Raises
     ValueError for a node that cannot be written.
     """
-    headings, mesh = Headings(program.stages), program.mesh
+    headings, mesh = find_headings(program.stages), program.mesh
     log = [line for entry in program.log for line in _wrap(entry, "    ")]
     totals = []
     for index, stage in enumerate(program.stages):
         size = sum(prod(p.local_shape(mesh.axes)) * p.dtype.itemsize for p in stage.parameters.values())
         held = f"{write_bytes(size)} of parameters"
         work = f"{flops[index] / 1e9:.3g} GFLOP forward, " if flops else ""
-        totals.append(_wrap(f"stage {index}: {headings.stage_range(index)}: {work}{held} per rank", "    "))
+        totals.append(_wrap(f"stage {index}: {_find_range(stage)}: {work}{held} per rank", "    "))
     texts = []
     for rank in range(mesh.pipeline):
         indices = range(rank, len(program.stages), mesh.pipeline)
@@ -73,7 +73,13 @@ def _wrap(text: str, inner: str = "") -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
 
 
-def _write_stage(stage: Stage, manifest: Manifest, index: int, headings: Headings) -> list[str]:
+def _find_range(stage: Stage) -> str:
+    """Return the first and the last module of a stage: ``h.6.ln_1 - h.11.mlp``."""
+    paths = [path for node in stage.graph.nodes if (path := module_path(node))]
+    return " - ".join(dict.fromkeys([*paths[:1], *paths[-1:]])) or "loss"
+
+
+def _write_stage(stage: Stage, manifest: Manifest, index: int, headings: Mapping[str, str]) -> list[str]:
     nodes = list(stage.graph.nodes)
     names = Names(nodes)
     lines = _write_signature(manifest, index, [n for n in nodes if n.op == "placeholder"], names)
@@ -143,7 +149,7 @@ def keep_text(program: Program, name: str) -> None:
     """Write log and stages after the pass `name` into the folder of AUTOPTD_PASSES, if set; only rank 0 does."""
     if (folder := os.environ.get("AUTOPTD_PASSES")) and os.environ.get("RANK", "0") == "0":
         Path(folder).mkdir(parents=True, exist_ok=True)
-        headings, lines = Headings(program.stages), [*program.log]
+        headings, lines = find_headings(program.stages), [*program.log]
         for index, stage in enumerate(program.stages):
             lines += ["", f"stage {index}", "", *write_body(stage, Names(stage.graph.nodes), headings, program.mesh)]
         number = len(list(Path(folder).glob("*.txt")))

@@ -14,7 +14,7 @@ cut_stages 2 stages on 2 pipeline ranks, the slowest 0.384 ms of forward and bac
 fuse_operators 4 add_layer_norm, 1 layer_norm, 2 linear_gelu; 41 -> 33 launches, 401,408 -> 352,256 bytes
     moved a microbatch
 overlap_reductions 5 of 5 sums backward beside weight gradients
-stage 1: h.1, ln_f, lm_head: 0.000534 GFLOP forward, 32.3 kB of parameters per rank
+stage 1: h.1.ln_1 - lm_head: 0.000534 GFLOP forward, 32.3 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
 

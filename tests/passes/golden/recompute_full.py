@@ -14,7 +14,7 @@ cut_stages 1 stages on 1 pipeline ranks, the slowest 1.15 ms of forward and back
 recompute_activations full: 2 layers found, up to 1 in a group, 2 groups; a microbatch keeps 21,704 of 112,840
     bytes of activations, and repeats 2 collectives of 8,192 bytes
 overlap_reductions 5 of 5 sums backward beside weight gradients
-stage 0: wte, wpe, drop, h.0 - h.1, ln_f, lm_head: 0.000943 GFLOP forward, 58 kB of parameters per rank
+stage 0: wte - lm_head: 0.000943 GFLOP forward, 58 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
 
@@ -39,7 +39,7 @@ def stage_0(
     add = aten.add(wte_g, wpe)                                              # f32[2, 16, 32]
     drop = kernels.dropout(rank, add, p=0.1, operator=0)                    # f32[2, 16, 32]
 
-    # h.0, recomputed in the backward
+    # recomputed in the backward
     def h0(rank, drop):
         # h.0                                                                 gpt.py:75
         h0_ln1 = aten.layer_norm(drop, [32], p["h.0.ln_1.weight"], p["h.0.ln_1.bias"])  # f32[2, 16, 32]
@@ -100,7 +100,7 @@ def stage_0(
 
     h0_add_1 = recompute(rank, h0, drop)                                    # f32[2, 16, 32]
 
-    # h.1, recomputed in the backward
+    # recomputed in the backward
     def h1(rank, h0_add_1):
         # h.1                                                                 gpt.py:75
         h1_ln1 = aten.layer_norm(h0_add_1, [32], p["h.1.ln_1.weight"], p["h.1.ln_1.bias"])  # f32[2, 16, 32]

@@ -12,7 +12,7 @@ an axis of 61 padded by 1 in memory: tensor=2
 cut_stages 1 stages on 1 pipeline ranks, the slowest 0.938 ms of forward and backward a microbatch on DGX A100
     (Selene): 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
 overlap_reductions 5 of 5 sums backward beside weight gradients
-stage 0: wte, wpe, drop, h.0 - h.1, ln_f, lm_head: 0.000943 GFLOP forward, 58 kB of parameters per rank
+stage 0: wte - lm_head: 0.000943 GFLOP forward, 58 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
 

@@ -14,7 +14,7 @@ cut_stages 1 stages on 1 pipeline ranks, the slowest 0.975 ms of forward and bac
 recompute_activations selective: 2 attentions written out, 2 groups; a microbatch keeps 96,456 of 112,840
     bytes of activations
 overlap_reductions 5 of 5 sums backward beside weight gradients
-stage 0: wte, wpe, drop, h.0 - h.1, ln_f, lm_head: 0.000943 GFLOP forward, 58 kB of parameters per rank
+stage 0: wte - lm_head: 0.000943 GFLOP forward, 58 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
 
@@ -57,7 +57,7 @@ def stage_0(
     h0_attn_transpose_2 = aten.transpose(h0_attn_reshape_2, 1, 2)           # f32[2, 4/2, 16, 8]
     h0_attn_transpose_3 = aten.transpose(h0_attn_transpose_1, -2, -1)       # f32[2, 4/2, 8, 16]
 
-    # h.0.attn, recomputed in the backward
+    # recomputed in the backward
     def h0_attn_core(rank, h0_attn_transpose, h0_attn_transpose_3, h0_attn_transpose_2):
         # h.0.attn                                                            gpt.py:48
         h0_attn_matmul = aten.matmul(h0_attn_transpose, h0_attn_transpose_3)  # f32[2, 4/2, 16, 16]
@@ -116,7 +116,7 @@ def stage_0(
     h1_attn_transpose_2 = aten.transpose(h1_attn_reshape_2, 1, 2)           # f32[2, 4/2, 16, 8]
     h1_attn_transpose_3 = aten.transpose(h1_attn_transpose_1, -2, -1)       # f32[2, 4/2, 8, 16]
 
-    # h.1.attn, recomputed in the backward
+    # recomputed in the backward
     def h1_attn_core(rank, h1_attn_transpose, h1_attn_transpose_3, h1_attn_transpose_2):
         # h.1.attn                                                            gpt.py:48
         h1_attn_matmul = aten.matmul(h1_attn_transpose, h1_attn_transpose_3)  # f32[2, 4/2, 16, 16]

@@ -12,8 +12,7 @@ cut_stages 1 stages on 1 pipeline ranks, the slowest 0.468 ms of forward and bac
 fuse_operators 2 add_layer_norm, 1 gated_product, 1 layer_norm; 26 -> 22 launches, 203,648 -> 181,120 bytes
     moved a microbatch
 overlap_reductions 3 of 3 sums backward beside weight gradients
-stage 0: embed, norms.0, q, out, norms.1, gate, down, norms.2, head: 0.000384 GFLOP forward, 26.5 kB of
-    parameters per rank
+stage 0: embed - head: 0.000384 GFLOP forward, 26.5 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
 
