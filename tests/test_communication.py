@@ -27,7 +27,7 @@ from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.text.comments import write_bytes
 from samples.benchmarks.uniform_cut import uniform_cuts
 from samples.gpt import GPT, GPTConfig
-from tests.counting import calls, elements
+from tests.counting import calls, elements, sent_elements
 from tests.generated_models import ModelConfig, make_batch, make_model
 from tests.marks import slow
 from tests.parity import Batch, loss_of, split_batch
@@ -75,7 +75,7 @@ def read_traffic(parallel: Any) -> Traffic:
     return Traffic(
         {f"{name} {kind}": n for name, group in groups.items() for kind, n in calls(group).items()},
         {f"{name} {kind}": n for name, group in groups.items() for kind, n in elements(group).items()},
-        dict(parallel.sent_elements),
+        dict(sent_elements(parallel)),
     )
 
 

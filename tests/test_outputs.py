@@ -27,7 +27,7 @@ from autoptd.text.reader import read_texts
 from autoptd.verification.gradients import compare_outputs
 from samples.gpt import GPT, GPTConfig
 from samples.huggingface import make_gpt2, make_llama
-from tests.counting import elements
+from tests.counting import elements, sent_elements
 from tests.models import SMALL
 from tests.ranks import run_ranks
 from tests.steps import train_step
@@ -94,7 +94,7 @@ def run_all(program: CompiledProgram, work: Callable[[Parallel], Any]) -> list[A
 
 def count_elements(parallel: Parallel) -> Counter[str]:
     """The elements that this rank has sent, by group and kind."""
-    found = Counter(dict(parallel.sent_elements))
+    found = sent_elements(parallel)
     for axis in ("tensor", "pipeline", "data"):
         group = parallel._connection.rank.group(axis)
         found.update({f"{axis} {kind}": count for kind, count in elements(group).items()})

@@ -7,7 +7,6 @@ A stage puts its outputs into a `SendBuffer` and takes its inputs from a `RecvBu
 `LocalBoundary` is both.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -38,13 +37,12 @@ class LocalBoundary:
 
 @dataclass(eq=False)
 class SendBuffer:
-    """The sending end of one direction of a stage boundary; `sent` counts its elements under `label`."""
+    """The sending end of one direction of a stage boundary; errors name it by its `label`."""
 
     boundaries: Sequence[Boundary]
     channel: Channel
     tensor: Group
     scatter_gather: bool
-    sent: Counter[str]
     label: str
 
     def __post_init__(self) -> None:
@@ -64,7 +62,6 @@ class SendBuffer:
             if is_scattered(boundary, self.tensor.size, self.scatter_gather):
                 piece = piece.view(self.tensor.size, -1)[self.tensor.index]
             self.channel.send(piece)
-            self.sent[self.label] += piece.numel()
 
 
 @dataclass(eq=False)

@@ -4,7 +4,6 @@ A stage keeps the microbatches in flight in its slots. Sends are posted, and wai
 receive is waited for by the forward or backward that needs its value.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -144,7 +143,6 @@ class Executor:
     `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its length.
     `leaves` are what the stages compute with, as `renew_leaves` made them last.
 
-    `sent` counts the elements sent, under "stage 0 -> 1" for activations and "stage 1 -> 0" for gradients;
     `measured` is when the last step's actions ran. `outputs` are what it made for a call to return besides the loss: by
     path, those of all microbatches stacked.
     """
@@ -153,7 +151,6 @@ class Executor:
         self.slices, self.constants = slices, program.constants
         self.leaves = StageLeaves()
         self._made_for: tuple[object, object] = None, None
-        self.sent: Counter[str] = Counter()
         self.outputs: dict[tuple[str, ...], Tensor] = {}
         self.measured = Measured(connection.rank.device)
         self._connection, self._device = connection, connection.rank.device
@@ -180,30 +177,19 @@ class Executor:
                 sender.puts[kind.send] = receiver.takes[kind.receive] = LocalBoundary()
             elif sender is not None:
                 channel = self._connection.outgoing[target % self.manifest.mesh.pipeline]
-                sender.puts[kind.send] = SendBuffer(values, channel, *shared, self.sent, f"stage {source} -> {target}")
+                sender.puts[kind.send] = SendBuffer(values, channel, *shared, f"stage {source} -> {target}")
             elif receiver is not None:
                 channel = self._connection.incoming[source % self.manifest.mesh.pipeline]
                 receiver.takes[kind.receive] = RecvBuffer(values, channel, *shared, self._device)
             values = [value for value in values if value.requires_grad]  # only these have gradients
 
     def _step(self, action: Action) -> Callable[[], None]:
-        """Return the call that runs `action`, with everything looked up."""
-        stage = self.stages.get(action.stage)
-        buffer = None if stage is None else stage.takes.get(action.kind) or stage.puts.get(action.kind)
-        run: Callable[[int], None] | None = None
-        if stage is not None and action.kind.computes:
-            run = stage.forward if action.kind is Kind.FORWARD else stage.backward
-        elif isinstance(buffer, SendBuffer):
-            run = buffer.send
-        elif isinstance(buffer, RecvBuffer):
-            run = buffer.post
-        if run is None:
-            here = self._connection.rank.coordinates.pipeline
-            raise ValueError(
-                f"{action} is scheduled on pipeline rank {here}, which has stages {sorted(self.stages)} of "
-                f"{len(self.manifest.stages)}: no such stage, or no boundary there to another rank"
-            )
-        return partial(run, action.microbatch)
+        """Return the call that runs `action`, which `check_schedule` has proved to be one of this rank's."""
+        stage = self.stages[action.stage]
+        if action.kind.computes:
+            return partial(stage.forward if action.kind is Kind.FORWARD else stage.backward, action.microbatch)
+        buffer: Any = {**stage.takes, **stage.puts}[action.kind]
+        return partial(buffer.send if action.kind.sends else buffer.post, action.microbatch)
 
     def renew_leaves(self, tensors: Slices, narrow: Slices, trained: frozenset[str] | None, sums: GradientSums) -> None:
         """Let leaves be in the memory of `tensors`, or of `narrow` ones instead; those of `trained` add to `sums`.

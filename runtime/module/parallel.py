@@ -1,6 +1,5 @@
 """The parallel model of one rank: an nn.Module that runs the whole pipelined step when it is called."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,11 +165,6 @@ class Parallel(BoundModule):
     def accepts_loss_kwargs(self) -> bool:
         """Whether a call takes ``num_items_in_batch``: the Trainer asks."""
         return self._manifest.weighing_labels is not None
-
-    @property
-    def sent_elements(self) -> Mapping[str, int]:
-        """Elements this rank has sent so far over each stage boundary: "stage 0 -> 1", "stage 1 -> 0"."""
-        return sum((shape.sent for shape in self._shapes), Counter[str]())
 
     @property
     def last_step(self) -> LastStep:

@@ -4,7 +4,7 @@ import ast
 import linecache
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any
@@ -58,7 +58,7 @@ def read_program(text: str, filename: str) -> ProgramText:
     constants = namespace.get("constants")
     if constants is not None and not callable(constants):
         raise ValueError(f"{filename}: constants is {constants!r}, expected a function constants(p)")
-    actions = _read_schedule(text, filename, namespace.get("SCHEDULE"), stages)
+    actions = _read_schedule(text, filename, namespace.get("SCHEDULE"))
     return ProgramText(text, filename, dict(sorted(stages.items())), constants, actions)
 
 
@@ -68,18 +68,13 @@ def line_of(error: BaseException, filename: str) -> int:
     return lines[-1] if lines else 0
 
 
-def _read_schedule(text: str, filename: str, schedule: Any, stages: Collection[int]) -> tuple[Action, ...]:
+def _read_schedule(text: str, filename: str, schedule: Any) -> tuple[Action, ...]:
     if not isinstance(schedule, str):
         found = "no SCHEDULE" if schedule is None else f"SCHEDULE of type {type(schedule).__name__}"
         raise ValueError(f'{filename}: {found}; expected SCHEDULE = "1RECV_F0 1F0 ..."')
     match = re.search(r"^SCHEDULE\b", text, re.MULTILINE)
     place = f"{filename}:{text.count(chr(10), 0, match.start()) + 1 if match else 0}: SCHEDULE"
     try:
-        actions = parse_schedule(schedule)
+        return parse_schedule(schedule)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
-    for action in actions:
-        if action.stage not in stages:
-            known = ", ".join(f"stage_{index}" for index in sorted(stages))
-            raise ValueError(f"{place} runs {action}: no function stage_{action.stage}; the text has {known}")
-    return actions

@@ -57,7 +57,6 @@ def test_traceback_shows_the_text() -> None:
         ("from autoptd.runtime import aten", "from autoptd.runtime import atem",
          r"program_00\.py:2: ImportError: cannot import name 'atem'"),
         ("2F0", "2G0", r"program_00\.py:4: SCHEDULE: line 2 of the schedule: '2G0' is no action"),
-        ("2F0", "1F0", r"program_00\.py:4: SCHEDULE runs 1F0: no function stage_1; .*stage_0, stage_2"),
         ("SCHEDULE", "PLAN", r"program_00\.py: no SCHEDULE; expected"),
         ('SCHEDULE = """', 'SCHEDULE = 3\n"""', r"program_00\.py: SCHEDULE of type int; expected"),
         ("def stage", "def part", r"program_00\.py: no stage found"),
