@@ -14,7 +14,7 @@ from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.engine.batch import check_rows, describe_batch, find_unknown
 from autoptd.runtime.guards.weight_agreement import Copies
-from autoptd.runtime.optimizer.finite import are_finite
+from autoptd.runtime.optimizer.loss_scale import are_finite
 from autoptd.runtime.program.hashing import hash_batch, hash_words, read_words
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh

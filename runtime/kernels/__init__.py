@@ -15,8 +15,7 @@ from autoptd.runtime.kernels.autograd_function import autograd_function
 from autoptd.runtime.kernels.class_scores import clear_padding, maximum, nll_loss, one_hot, pick
 from autoptd.runtime.kernels.experts import combine, dispatch, grouped_linear, route
 from autoptd.runtime.kernels.fused_attention import grouped_attention, packed_attention
-from autoptd.runtime.kernels.keyed_dropout import bias_dropout_add, dropout
-from autoptd.runtime.kernels.keyed_uniform import uniform
+from autoptd.runtime.kernels.keyed_draws import bias_dropout_add, dropout, uniform
 from autoptd.runtime.kernels.linear import add_linear, linear
 from autoptd.runtime.kernels.masked_softmax import scaled_softmax
 from autoptd.runtime.kernels.quantized_linear import quantized_linear

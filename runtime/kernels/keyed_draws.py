@@ -1,5 +1,9 @@
-"""Dropout by a keyed mask, the same on every mesh, with the bias before and the residual after it (SC21 §4.2)."""
+"""Uniform numbers and dropout masks that are drawn by a key, the same on every mesh.
 
+Programs make other distributions of the numbers; a dropout takes bias before and residual behind along (SC21 §4.2).
+"""
+
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -9,7 +13,7 @@ from torch import Tensor
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.operands import Operand, allocate_promoted, check_rows, promote, sum_rows
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
-from autoptd.runtime.randomness import Dim, Key, Shape, draw_mask, mask_key
+from autoptd.runtime.randomness import DRAWS, Dim, Key, Shape, draw_mask, draw_uniform, mask_key
 
 
 def dropout(
@@ -45,6 +49,23 @@ def bias_dropout_add(
         total = x if bias is None else x + bias
         return total if residual is None else residual + total
     return drop_and_add(x, bias, residual, p, key, moment)
+
+
+def uniform(
+    rank: Rank, x: Tensor, operator: int, sample: Dim = None, divided: Dim = None, shape: Shape = None
+) -> Tensor:
+    """Draw a number between 0 and 1, both excluded, for each element of `x`, of which only shape and dtype count.
+
+    They are keyed as the mask of `dropout` is, but drawn in evaluation too; None `sample`: all samples share them.
+    """
+    key, moment = place_key(rank, x, DRAWS + operator, shape, sample=sample, divided=divided)
+    return uniform_operator(moment, key, list(x.shape), x.dtype)  # type: ignore[no-any-return]
+
+
+@define_operator("uniform", lambda moment, _, shape, dtype: moment.new_empty(shape, dtype=dtype))
+def uniform_operator(moment: Tensor, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Compute `uniform`, contiguous."""
+    return draw_uniform(key, moment, shape, dtype)
 
 
 @define_operator("bias_dropout_add", allocate_promoted, triton="elementwise")

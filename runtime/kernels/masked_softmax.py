@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.keyed_dropout import apply_mask, find_key, keep_factor
+from autoptd.runtime.kernels.keyed_draws import apply_mask, find_key, keep_factor
 from autoptd.runtime.kernels.operands import Operand, widen
 from autoptd.runtime.kernels.registration import define_operator
 from autoptd.runtime.randomness import Dim, Key, Shape
@@ -33,7 +33,7 @@ def scaled_softmax(
 
     `mask` and `is_causal` mean what they mean to torch's ``scaled_dot_product_attention``: a bool mask is True
     where a key may be seen, another is added (and may have a gradient); both broadcast to `scores`; causal
-    query i sees the keys 0 to i. A query that sees no key gives zeros. The dropout is `keyed_dropout.dropout`
+    query i sees the keys 0 to i. A query that sees no key gives zeros. The dropout is `keyed_draws.dropout`
     of the whole `scores`. Half precision is computed in float32; the result has the dtype of `scores`.
     """
     _check(scores, mask, is_causal)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.keyed_dropout import drop_and_add, find_key
+from autoptd.runtime.kernels.keyed_draws import drop_and_add, find_key
 from autoptd.runtime.kernels.operands import Operand, check_rows, promote, sum_rows, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 from autoptd.runtime.randomness import Dim, Key, Shape
@@ -57,7 +57,7 @@ def add_layer_norm(
     """Compute ``sum = dropout(x + bias) + residual``, and the sum's LayerNorm over the last dimension of `x`.
 
     `weight`, `norm_bias` and `bias` are [h], `residual` is like `x` [.., h]; None leaves one out. For the
-    mask see `keyed_dropout.dropout`. In half precision all is computed in float32, and the sum is rounded once.
+    mask see `keyed_draws.dropout`. In half precision all is computed in float32, and the sum is rounded once.
     """
     mask = find_key(rank, x, p, operator, sample, divided, shape)
     return _sum_and_norm("add_layer_norm", x, weight, norm_bias, eps, (bias, residual, p, *mask))

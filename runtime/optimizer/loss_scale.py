@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.optimizer.finite import are_finite
 
 # float16 ends below 2**16. Where no factor from LEAST on makes the gradients finite, its range is not the reason.
 INITIAL, LEAST = 2.0**15, 2.0**-14
@@ -40,3 +40,15 @@ class LossScale:
             elif self.finite_steps % GROWTH_INTERVAL == 0:
                 self.value *= 2
         return broken and not lost
+
+
+def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return whether all elements of `gradients` are finite: a bool on `device`, which is not waited for."""
+    # On a CPU a sum takes a fortieth of a norm's time; it is not finite where an element is not.
+    if device.type == "cpu" and all(gradient.sum().isfinite() for gradient in gradients):
+        return torch.ones((), dtype=torch.bool)
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if not filled:
+        return torch.ones((), dtype=torch.bool, device=device)
+    # The maximum norm does not overflow, as a sum may.
+    return get_total_norm(filled, torch.inf).isfinite()

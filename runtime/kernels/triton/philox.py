@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoptd.runtime.kernels.keyed_dropout import keep_factor
+from autoptd.runtime.kernels.keyed_draws import keep_factor
 from autoptd.runtime.randomness import BLOCK, OPERATOR_BITS, ROUNDS, count_dropped
 
 BITS = tl.constexpr(OPERATOR_BITS)

@@ -17,7 +17,7 @@ from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.guards.step_agreement import compare_ranks
 from autoptd.runtime.guards.weight_agreement import Copies, StepLog
-from autoptd.runtime.optimizer.finite import are_finite
+from autoptd.runtime.optimizer.loss_scale import are_finite
 from autoptd.runtime.program.hashing import hash_batch, hash_words, read_words
 from autoptd.runtime.program.mesh import Mesh
 from tests.counting import calls
