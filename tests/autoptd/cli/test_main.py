@@ -281,11 +281,11 @@ def test_other_ranks_are_silent(
         ("report {folder} --cluster dgx-a100 -o {folder}x/a.html", "{folder}x is not a folder: give a file"),
         ("simulate {folder} --cluster dgx-a100 --trace a.gz --svg ./a.gz", "a.gz is given twice: give each file"),
         ("simulate {folder} --cluster dgx-a100 --zero 3", "zero=3: expected 0 or 1"),
-        ("verify {folder} --model small_models:make_smal", "no 'make_smal' (did you mean make_small?)"),
-        ("verify {folder} --model small_models:SIZES", "returned a GPTConfig; expected an nn.Module"),
-        ("verify {folder} --model small_models:make_with", "called without arguments: missing a required"),
-        ("verify {folder} --model small_models", "'small_models': expected module:callable"),
-        ("verify {folder} --model samples.gtp:GPT", "no module 'samples.gtp' (did you mean samples.gpt?)"),
+        ("verify {folder} --model small_models:make_smal", "has no attribute 'make_smal' (did you mean make_small?)"),
+        ("verify {folder} --model small_models:SIZES", "is or returned a GPTConfig; expected module:callable"),
+        ("verify {folder} --model small_models:make_with", "missing 1 required positional argument"),
+        ("verify {folder} --model small_models", "'small_models' is or returned a module; expected module:callable"),
+        ("verify {folder} --model samples.gtp:GPT", "No module named 'samples.gtp'"),
         *(
             (f"plan samples.gpt:make_model --world-size 8 --global-batch 8 --cluster dgx-a100 --top {top}", said)
             for top, said in ((0, "--top is 0: expected a positive"), (-1, "--top is -1: expected a positive"))
@@ -360,8 +360,8 @@ def test_a_wrong_command_line_is_refused(words: str, message: str, capsys: pytes
     ("text", "message"),
     [
         ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library', at {file}:1: import"),
-        ("def make(:", "SyntaxError: invalid syntax (broken_models.py, line 1); correct it"),
-        ("sizes = 1 / 0", "ZeroDivisionError: division by zero, at {file}:1: sizes = 1 / 0; correct it"),
+        ("def make(:", "SyntaxError: invalid syntax (broken_models.py, line 1); expected"),
+        ("sizes = 1 / 0", "ZeroDivisionError: division by zero, at {file}:1: sizes = 1 / 0; expected"),
         ("def make():\n    raise KeyError('n_layer')", "KeyError: 'n_layer', at {file}:2: raise KeyError"),
         ("import json\ndef make():\n    json.loads('')", "Expecting value: line 1 column 1 (char 0), at {file}:3"),
     ],
