@@ -1,9 +1,7 @@
 """A simulated step as a picture like SC21 Figure 4."""
 
-import math
 from collections.abc import Iterator, Sequence
 from colorsys import hls_to_rgb
-from itertools import groupby
 from pathlib import Path
 
 from autoptd.runtime.comm.trace import WORDS, Phase, Rows, TimelineEntry
@@ -58,9 +56,7 @@ def _draw_row(
     row: Sequence[TimelineEntry], num_ranks: int, colours: Colours, top: float, scale: float
 ) -> Iterator[str]:
     entries = [entry for entry in row if entry.action.kind.computes]
-    if len(entries) > (WIDTH - MARGIN) / 4:
-        yield from _draw_columns(entries, num_ranks, colours, top, scale)
-        return
+    stroke = ' stroke="white" stroke-width="0.6"' * (len(entries) < WIDTH / 4)  # which would hide thinner boxes
     paths: dict[int, list[str]] = {}
     labels = []
     for _, action, start, end in entries:
@@ -71,31 +67,8 @@ def _draw_row(
             place = f'x="{left + width / 2:.2f}" y="{top + 15:g}" text-anchor="middle"'
             labels.append(f'<text {place} fill="{colours[code][1]}">{action.microbatch}</text>')
     for code, boxes in paths.items():
-        yield f'<path d="{"".join(boxes)}" fill="{colours[code][0]}" stroke="white" stroke-width="0.6"/>'
+        yield f'<path d="{"".join(boxes)}" fill="{colours[code][0]}"{stroke}/>'
     yield from labels
-
-
-def _draw_columns(
-    entries: Sequence[TimelineEntry], num_ranks: int, colours: Colours, top: float, scale: float
-) -> Iterator[str]:
-    """Draw thin boxes as columns a pixel wide, each in the mean colour of its actions."""
-    columns = [[255.0] * 3 for _ in range(math.ceil(WIDTH - MARGIN))]
-    for _, action, start, end in entries:
-        fill = bytes.fromhex(colours[box_code(action, num_ranks)][0][1:])
-        left, right = start * scale, end * scale
-        for column in range(int(left), min(math.ceil(right), len(columns))):
-            share = min(right, column + 1) - max(left, column)
-            parts = zip(columns[column], fill, strict=True)
-            columns[column] = [old + share * (new - 255) for old, new in parts]
-    paths: dict[bytes, list[str]] = {}
-    at = 0
-    for colour, run in groupby(bytes(min(255, 8 * round(part / 8)) for part in column) for column in columns):
-        width = len(list(run))
-        paths.setdefault(colour, []).append(f"M{MARGIN + at:g} {top:g}h{width}v{ROW:g}h-{width}z")
-        at += width
-    paths.pop(b"\xff\xff\xff", None)  # idle
-    for colour, boxes in paths.items():
-        yield f'<path d="{"".join(boxes)}" fill="#{colour.hex()}" shape-rendering="crispEdges"/>'
 
 
 def _draw_phase(phase: Phase, top: float, scale: float) -> str:

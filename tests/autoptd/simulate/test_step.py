@@ -468,19 +468,16 @@ def test_a_traces_events_nest(tmp_path: Path) -> None:
             assert after[0] >= before[1]
 
 
-def test_a_picture_of_a_long_step_stays_small(tmp_path: Path) -> None:
-    """Boxes thinner than a pixel are columns in their mean colour; what is idle stays white."""
+def test_a_picture_of_a_long_step_has_every_box(tmp_path: Path) -> None:
+    """In its own colour: a border would hide boxes thinner than itself."""
     step = autoptd.simulate_schedule("gpipe", p=4, m=800, forward_seconds=1.0, backward_seconds=2.0)
     write_svg(tmp_path / "step.svg", step.timeline, ())
-    assert (tmp_path / "step.svg").stat().st_size < 10_000
     paths = [e for e in ElementTree.parse(tmp_path / "step.svg").iter() if e.tag.endswith("path")]
-    (forward, _), (backward, _) = box_colours(1)
-    fills = {
-        "".join(f"{min(255, 8 * round(part / 8)):02x}" for part in bytes.fromhex(c[1:])) for c in (forward, backward)
-    }
-    assert {path.attrib["fill"][1:] for path in paths} >= fills
-    area = sum(float(w) for path in paths for w in re.findall(r"h(\d+)v", path.attrib["d"]))
-    assert area == pytest.approx(4 * 1144 * 800 / 803, rel=0.01)
+    assert {path.attrib["fill"] for path in paths} == {fill for fill, _ in box_colours(1)}
+    assert not any("stroke" in path.attrib for path in paths)
+    widths = [float(width) for path in paths for width in re.findall(r"h([\d.]+)v", path.attrib["d"])]
+    assert len(widths) == 4 * 800 * 2
+    assert sum(widths) == pytest.approx(4 * 1144 * 800 / 803, rel=0.01)
 
 
 def test_files_to_look_at(tmp_path: Path) -> None:
