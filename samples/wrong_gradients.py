@@ -180,10 +180,10 @@ PACKED = "blocks0_split_with_sizes_2, documents=documents"
 PARTIAL = "rank, blocks0_out)"
 BIAS = 'p["blocks.0.out.bias"]'
 OWN_CLASSES = "(lambda rank, x, y, vocabulary: aten.cross_entropy_loss(x, aten.clamp(y, 0, 18)))"
-BACKWARD = "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0\nsteady, 2 times, microbatch +1: 1F1 1RECV_F2 1B1 1SEND_B1"
+BACKWARD = "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 (1F1 1RECV_F2 1B1 1SEND_B1) x2 +1"
 QKV = 'rank, blocks0_norm, p["blocks.0.qkv.weight"], p["blocks.0.qkv.bias"]'
 GATHERED = QKV.replace("rank, blocks0_norm", "collectives.all_gather(rank, blocks0_norm, dim=0)")
-ORDER = "warm-up: 0F0 0SEND_F0\nsteady, 2 times, microbatch +1: 0RECV_B0 0F1 0SEND_F1 0B0"
+ORDER = "warm-up: 0F0 0SEND_F0\nsteady: (0RECV_B0 0F1 0SEND_F1 0B0) x2 +1"
 
 FAULTS = (
     Fault(

@@ -1,11 +1,10 @@
 """Schedules as text: a rank's actions written compactly and read back.
 
     warm-up: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0
-    steady, 6 times, microbatch +1: 0F2 0SEND_F2 0RECV_B1 0B0
-    steady: (0F8 0SEND_F8 0RECV_B7 0B6) x3 +1
-    cool-down: 0B9 0B10
+    steady: (0F2 0SEND_F2 0RECV_B1 0B0) x7 +1
+    cool-down: 0B7 0B8
 
-A repeated line, and a group in parentheses, stands for its actions N times, with K more added to every
+A group in parentheses, which may have groups inside, stands for its actions N times, with K more added to every
 microbatch each time. The names of the lines are for the reader; actions without one are read as well.
 """
 
@@ -13,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from textwrap import wrap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autoptd.runtime.program.schedule import Action, Kind
 
@@ -23,7 +22,7 @@ _WIDTH = 109
 _MAX_CYCLE = 64
 
 _WORD = re.compile(
-    r"\s*(?:(?P<name>[a-z][a-z-]*(?:, (?P<times>\d+) times, microbatch \+(?P<step>\d+))?:)"
+    r"\s*(?:(?P<name>[a-z][a-z-]*:)"
     r"|(?P<open>\()"
     r"|(?P<close>\)\s*x(?P<count>\d+)\s*\+(?P<increment>\d+))"
     r"|(?P<token>[^\s()]+)|(?P<other>\)))"
@@ -33,15 +32,11 @@ _GROUP = "a group reads (0F1 0SEND_F1) x6 +1: its actions, its times, and what e
 
 
 class _Run(NamedTuple):
-    """Actions that come `times` times, with `step` more added to their microbatches each time."""
+    """Actions, or runs of these, that come `times` times, with `step` more added to their microbatches each time."""
 
-    actions: tuple[Action, ...]
+    parts: tuple[Any, ...]
     times: int
     step: int
-
-
-# The runs that it covers, those that come again, times and step.
-_Cycle = tuple[slice, Sequence[_Run], int, int]
 
 
 def format_schedule(actions: Sequence[Action]) -> str:
@@ -57,19 +52,16 @@ def format_schedule(actions: Sequence[Action]) -> str:
     start, stop = max(first_backward - 1, 0), last_forward + 2
     pairs = range(start, min(stop, len(units)), 2)
     steady = _find_runs([sum(units[first : min(first + 2, stop)], ()) for first in pairs])
-    covered, body, times, step = max(_cycles(steady), key=lambda cycle: _count(steady[cycle[0]]))
+    covered, cycle = max(_cycles(steady), key=lambda found: _count(steady[found[0]]), default=(slice(0), None))
+    if cycle is not None and 2 * _count(steady[covered]) >= _count(steady):
+        steady[covered] = [cycle]
     warm_up, cool_down = _find_runs(units[:start]), _find_runs(units[stop:])
-    middle: list[tuple[str, Sequence[_Run]]] = [("steady:", steady)]
-    if times > 1 and 2 * _count(steady[covered]) >= _count(steady):
-        repeated = f"steady, {times} times, microbatch +{step}:", body
-        middle = [("steady:", steady[: covered.start]), repeated, ("steady:", steady[covered.stop :])]
-    return _join_lines(("warm-up:", warm_up), *middle, ("cool-down:", cool_down))
+    return _join_lines(("warm-up:", warm_up), ("steady:", steady), ("cool-down:", cool_down))
 
 
 def parse_schedule(text: str) -> tuple[Action, ...]:
     """Read what `format_schedule` writes, or a person edited; ValueError names the line and the word."""
     rows: list[list[Action]] = [[]]  # the actions so far, then those of each open group
-    begin, times, step = 0, 1, 0  # of the line being read
     end, text = 0, text.rstrip()
     while end < len(text):
         match = _WORD.match(text, end)
@@ -85,14 +77,10 @@ def parse_schedule(text: str) -> tuple[Action, ...]:
         elif match["close"] and len(rows) > 1:
             group = rows.pop()
             rows[-1] += _repeat(group, int(match["count"]), int(match["increment"]))
-        elif match["name"] and len(rows) == 1:
-            rows[0][begin:] = _repeat(rows[0][begin:], times, step)
-            begin, times, step = len(rows[0]), int(match["times"] or 1), int(match["step"] or 0)
-        else:
+        elif not (match["name"] and len(rows) == 1):
             raise ValueError(f"{_line(text, end)}: {text[start:end].strip()!r} is out of place; {_GROUP}")
     if len(rows) > 1:
         raise ValueError(f"{_line(text, end)}: the schedule ends inside a '('; {_GROUP}")
-    rows[0][begin:] = _repeat(rows[0][begin:], times, step)
     return tuple(rows[0])
 
 
@@ -121,11 +109,11 @@ def _find_runs(parts: Sequence[tuple[Action, ...]]) -> list[_Run]:
     for part in parts:
         shape = _shape(part)
         run = runs[-1] if shape == previous else _Run(part, 0, 0)
-        distance = part[0].microbatch - run.actions[0].microbatch
+        distance = part[0].microbatch - run.parts[0].microbatch
         if run.times == 1 and distance >= 0:
-            runs[-1] = _Run(run.actions, 2, distance)
+            runs[-1] = _Run(run.parts, 2, distance)
         elif run.times > 1 and distance == run.times * run.step:
-            runs[-1] = _Run(run.actions, run.times + 1, run.step)
+            runs[-1] = _Run(run.parts, run.times + 1, run.step)
         else:
             runs.append(_Run(part, 1, 0))
         previous = shape
@@ -136,12 +124,10 @@ def _count(runs: Iterable[_Run]) -> int:
     return sum(run.times for run in runs)
 
 
-def _cycles(runs: Sequence[_Run]) -> Iterator[_Cycle]:
-    """Yield each single run, and each stretch of neighbours that come again, as a cycle."""
-    for index, run in enumerate(runs):
-        yield slice(index, index + 1), [run._replace(times=1, step=0)], run.times, run.step
-    first = [run.actions[0].microbatch for run in runs]
-    shapes = [(_shape(run.actions), run.times, run.step) for run in runs]
+def _cycles(runs: Sequence[_Run]) -> Iterator[tuple[slice, _Run]]:
+    """Yield each stretch of neighbours that come again, with the run that it is."""
+    first = [run.parts[0].microbatch for run in runs]
+    shapes = [(_shape(run.parts), run.times, run.step) for run in runs]
     for length in range(1, min(len(runs) // 2, _MAX_CYCLE) + 1):
         # How far each run is from its successor a cycle later; equal neighbours form a stretch of cycles.
         pairs = zip(first, first[length:], shapes, shapes[length:], strict=False)
@@ -151,7 +137,7 @@ def _cycles(runs: Sequence[_Run]) -> Iterator[_Cycle]:
             size = sum(1 for _ in stretch)
             times = size // length + 1
             if distance >= 0 and times > 1:
-                yield slice(start, start + times * length), runs[start : start + length], times, distance
+                yield slice(start, start + times * length), _Run(tuple(runs[start : start + length]), times, distance)
             start += size
 
 
@@ -170,9 +156,9 @@ def wrap_words(words: Iterable[str], width: int, margin: str = "") -> list[str]:
 
 def _words(run: _Run) -> list[str]:
     """Write one run as the words that a line may be broken between."""
-    words = [str(action) for action in run.actions]
-    if run.times * len(words) <= 4:  # shorter written out
-        return [str(action) for action in _repeat(run.actions, run.times, run.step)]
+    if run.times * len(run.parts) <= 4 and isinstance(run.parts[0], Action):  # shorter written out
+        return [str(action) for action in _repeat(run.parts, run.times, run.step)]
+    words = [word for part in run.parts for word in ([str(part)] if isinstance(part, Action) else _words(part))]
     if run.times > 1:
         words[0] = f"({words[0]}"
         words[-1] += f") x{run.times} +{run.step}"

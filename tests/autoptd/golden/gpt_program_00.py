@@ -22,8 +22,7 @@ from autoptd.runtime import aten, collectives, kernels
 
 SCHEDULE = """
 warm-up: 0F0 0SEND_F0
-steady, 2 times, microbatch +1: 0RECV_B0 0F1 0SEND_F1 0B0
-steady: 0RECV_B2 0F3 0SEND_F3 0RECV_B3 0B2
+steady: (0RECV_B0 0F1 0SEND_F1 0B0) x2 +1 0RECV_B2 0F3 0SEND_F3 0RECV_B3 0B2
 cool-down: 0B3
 """
 

@@ -21,9 +21,7 @@ This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check()
 from autoptd.runtime import aten, collectives, kernels
 
 SCHEDULE = """
-steady: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0
-steady, 2 times, microbatch +1: 1F1 1RECV_F2 1B1 1SEND_B1
-steady: 1F3 1B3 1SEND_B3
+steady: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 (1F1 1RECV_F2 1B1 1SEND_B1) x2 +1 1F3 1B3 1SEND_B3
 """
 
 

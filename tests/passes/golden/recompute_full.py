@@ -22,7 +22,7 @@ from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.recomputation import recompute
 
 SCHEDULE = """
-steady, 8 times, microbatch +1: 0F0 0B0
+steady: (0F0 0B0) x8 +1
 """
 
 

@@ -81,11 +81,11 @@ def test_long_schedules_are_short_texts(shape: tuple[str, int, int, int], bound:
     assert tuple(map(parse_schedule, texts)) == schedule
 
 
-def test_steady_state_of_1f1b_is_one_line() -> None:
+def test_steady_state_of_1f1b_is_one_group() -> None:
     assert format_schedule(make_schedule("1f1b", 4, 512)[1]).splitlines() == [
         "warm-up: 1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_F2 1F1 1SEND_F1",
-        "steady, 509 times, microbatch +1: 1RECV_B0 1F2 1SEND_F2 1RECV_F3 1B0 1SEND_B0",
-        "steady: 1RECV_B509 1F511 1SEND_F511 1RECV_B510 1B509 1SEND_B509",
+        "steady: (1RECV_B0 1F2 1SEND_F2 1RECV_F3 1B0 1SEND_B0) x509 +1 1RECV_B509 1F511 1SEND_F511 1RECV_B510 1B509",
+        "    1SEND_B509",
         "cool-down: 1RECV_B511 1B510 1SEND_B510 1B511 1SEND_B511",
     ]
 
@@ -93,7 +93,7 @@ def test_steady_state_of_1f1b_is_one_line() -> None:
 def test_a_person_may_write_it_shorter() -> None:
     assert parse_schedule("") == ()
     assert parse_schedule("0F0 1SEND_F3") == (Action(0, Kind("F"), 0), Action(1, Kind("SEND_F"), 3))
-    nested = parse_schedule("forward: ((0F0)x2 +1 1F0) x2 +10\nsteady, 2 times, microbatch +1: 0B0")
+    nested = parse_schedule("forward: ((0F0)x2 +1 1F0) x2 +10\nsteady: (0B0) x2 +1")
     assert " ".join(map(str, nested)) == "0F0 0F1 1F0 0F10 0F11 1F10 0B0 0B1"
 
 

@@ -19,7 +19,7 @@ This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check()
 from autoptd.runtime import aten, collectives, kernels
 
 SCHEDULE = """
-steady, 2 times, microbatch +1: 0F0 0B0
+steady: 0F0 0B0 0F1 0B1
 """
 
 
