@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,21 +64,6 @@ def join(manifest: Manifest, device: torch.device, program: str) -> Iterator[Con
         yield connection
 
 
-def _open_store(patience: timedelta) -> tuple[Any, int, int]:
-    """Return the store of ``env://``, this rank and the world size; rank 0 serves the store without waiting for others.
-
-    It would wait inside torch: `gather_local_ranks` names those that do not come.
-    """
-    given = os.environ
-    serves = given.get("RANK") == "0" and given.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if not (serves and {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= given.keys()):
-        return next(rendezvous("env://", timeout=patience))  # type: ignore[no-any-return]
-    size, place = int(given["WORLD_SIZE"]), (given["MASTER_ADDR"], int(given["MASTER_PORT"]))
-    options: Any = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
-    options["use_libuv"] = given.get("USE_LIBUV", "1") == "1"
-    return dist.TCPStore(*place, size, timeout=patience, **options), 0, size  # type: ignore[attr-defined]
-
-
 def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
     patience = min(PATIENCE * limit, 86_400.0)  # a day
     # torchrun starts ranks again with the store that they had.
@@ -88,9 +72,9 @@ def _make_watchdog(manifest: Manifest, limit: float) -> Watchdog:
         if dist.is_initialized():
             store, own, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
         else:
-            store, own, size = _open_store(timedelta(seconds=patience))
+            store, own, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
         local = gather_local_ranks(PrefixStore(f"autoptd/{attempt}", store), own, size, patience)
-    except dist.DistNetworkError as error:
+    except dist.DistError as error:
         raise RuntimeError(
             "the store by which ranks find each other was not reached in bind, or has ended: rank 0 (with torchrun the "
             f"launcher) serves it at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, and has not come "
