@@ -3,15 +3,15 @@
 Empty and random tensors are made on the meta device, so that nothing large exists; other tensors as usual. The code
 sees CPU tensors all the same, since some initialisations skip steps that have no effect on tensors without values.
 A later write of a whole tensor replaces the earlier ones; a write into a part (a padding row) is added to them.
-Multiplying or adding a number changes the distribution. After any other operator, the contents of a tensor are
-unknown until it is written again.
+Multiplying a whole tensor by a number, or adding one, changes its distribution. After any other operator, the contents
+of a tensor are unknown until it is written again.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import erf, prod, sqrt
@@ -34,8 +34,7 @@ from autoptd.runtime.program.placement import Draw
 Box = tuple[tuple[int, ...], ...]
 Values = Mapping[str, Any]  # arguments by name
 
-# Elements of a tensor of zeros or ones that is made on the meta device too; of a vector, such as a bias, fewer.
-LARGE, LONG = 1 << 24, 1 << 14
+LARGE = 1 << 24  # elements of a tensor of zeros or ones that is made on the meta device too
 # Of a normal distribution that a truncated one must keep, since numbers outside are drawn again.
 SMALLEST_SHARE = 0.01
 
@@ -152,14 +151,14 @@ class Writes(TorchDispatchMode):
         if packet is aten.copy_:
             written = self._read_copied(target, values["src"])
         edit = _read_edit(packet, values) if target is values.get("self") else None
-        if box is None or (written is None and edit is None):
+        if box is None or (written is None and (edit is None or box)):
             content.problem = f"{_place(packet)} cannot be described element by element"
         elif written is not None and not box:
             content.written, content.problem = written, ""
         elif written is not None:
             content.written += [Written(replace(w.draw, box=box), w.call) for w in written]
         elif edit is not None:
-            content.written = list(_edit(content.written, edit, box))
+            content.written = [w._replace(draw=edit(w.draw)) for w in content.written]
 
     def _number(self, draws: list[Draw]) -> list[Written]:
         call = next(self._calls)
@@ -204,7 +203,7 @@ def _is_meta_made(draws: list[Draw], values: Values) -> bool:
     if size is None or "self" in values:
         return False
     constant = bool(draws) and draws[0].kind == "constant"
-    return not constant or prod(size) >= (LONG if len(size) == 1 else LARGE)
+    return not constant or prod(size) >= LARGE
 
 
 def _is_all(content: Content, tensor: Tensor) -> bool:
@@ -229,18 +228,6 @@ def _find_box(content: Content, part: Tensor) -> Box | None:
         box.append((first, first + length))
     inside = all(end <= size for (_, end), size in zip(box, content.shape, strict=True))
     return tuple(box) if inside and not free and not rest else None
-
-
-def _edit(written: Sequence[Written], edit: Callable[[Draw], Draw], box: Box) -> Iterator[Written]:
-    """Yield the contents after the elements of `box` (all: ()) have been multiplied or shifted."""
-    if not box:
-        yield from (w._replace(draw=edit(w.draw)) for w in written)
-        return
-    yield from written
-    for draw, call in written:
-        both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(draw.box or box, box, strict=True))
-        if all(first < end for first, end in both):
-            yield Written(replace(edit(draw), box=both), call)
 
 
 def _read_edit(packet: Any, values: Values) -> Callable[[Draw], Draw] | None:
