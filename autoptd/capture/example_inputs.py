@@ -1,6 +1,5 @@
 """Read the inputs of one microbatch from the user's examples, or infer them from the model."""
 
-import difflib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,8 @@ def read_examples(
 
     Raises ValueError where names, shapes or `microbatch_size` disagree, or where nothing can be inferred.
     """
-    forward = inspect.signature(model.forward).parameters
+    signature = inspect.signature(model.forward)
+    forward = signature.parameters
     targets = _target_names(loss_fn)
     if example_inputs is None:
         given: dict[str, Any] = _infer(model, forward, targets, microbatch_size or 1)
@@ -53,7 +53,7 @@ def read_examples(
     else:
         given = _by_position(example_inputs, forward, targets)
     targets = _target_names(loss_fn, given.keys() - forward.keys())
-    _check_names(given, forward, targets)
+    _check_names(given, signature, targets)
     constants = {k: v for k, v in given.items() if not isinstance(v, Tensor)}
     for name, value in constants.items():
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
@@ -164,20 +164,15 @@ def _by_position(values: Sequence[Any], forward: Arguments, targets: tuple[str, 
     return dict(zip(names, values, strict=False))
 
 
-def _check_names(given: Mapping[str, Any], forward: Arguments, targets: tuple[str, ...]) -> None:
-    any_name = not targets and any(p.kind is p.VAR_KEYWORD for p in forward.values())
-    known = {n for n, p in forward.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for name in given:
-        if not any_name and name not in known and name not in targets:
-            near = difflib.get_close_matches(name, (*forward, *targets), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"example_inputs names {name!r}, forward takes {', '.join(forward)}{hint}")
-    required = {n for n, p in forward.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+def _check_names(given: Mapping[str, Any], forward: inspect.Signature, targets: tuple[str, ...]) -> None:
+    required = {n for n, p in forward.parameters.items() if p.default is p.empty}
     if both := [name for name in targets if name in required]:
         raise ValueError(f"loss_fn and forward both take {both[0]}: rename the argument of loss_fn")
-    missing = [name for name in (*forward, *targets) if name in required | set(targets) and name not in given]
-    if missing:
-        lacks = f"example_inputs lacks {', '.join(missing)}; it has {', '.join(given) or 'nothing'}"
-        own = next((name for name in missing if name in targets), None)
-        way = f". loss_fn takes {own}: bind what is no tensor, as in functools.partial(loss_fn, {own}=...)"
-        raise ValueError(lacks + way * (own is not None))
+    named = f"example_inputs names {', '.join(given) or 'nothing'}"
+    if missing := [name for name in targets if name not in given]:
+        way = f"bind what is no tensor, as in functools.partial(loss_fn, {missing[0]}=...)"
+        raise ValueError(f"{named}, and loss_fn takes {', '.join(missing)} too: pass them, or {way}")
+    try:
+        forward.bind(**{name: value for name, value in given.items() if name not in targets})
+    except TypeError as error:
+        raise ValueError(f"{named}, and forward takes {', '.join(forward.parameters)}: {error}") from None

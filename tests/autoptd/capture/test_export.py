@@ -423,8 +423,8 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
         (Head(lambda logits, loss: (logits, None)), {}, ValueError, ["tuple of", "NoneType None", "loss_fn="]),
         (Head(lambda logits, loss: loss.item()), {}, ValueError, ["no scalar loss"]),
         (Head(local_result), {}, ValueError, ["f.<locals>.Own", "within a function", "top level", "a dict"]),
-        (Head(loss_only), {"names": ("idx", "target")}, ValueError, ["'target'", "did you mean 'targets'"]),
-        (Head(loss_only), {"names": ("idx",)}, ValueError, ["lacks targets", "idx"]),
+        (Head(loss_only), {"names": ("idx", "target")}, ValueError, ["idx, target, and", "missing", "'targets'"]),
+        (Head(loss_only), {"names": ("idx",)}, ValueError, ["missing a required argument: 'targets'", "idx"]),
         (Head(loss_only), {"microbatch_size": 3}, ValueError, ["microbatch_size=3", "'idx'", "[2, 16]"]),
         (Head(loss_only), {"microbatch_size": 0}, ValueError, ["microbatch_size=0"]),
         (Head(loss_only), {"names": None}, ValueError, ["sequence length", "example_inputs="]),
@@ -557,7 +557,7 @@ def test_arguments_of_the_loss_that_are_missing_are_said() -> None:
         return scale * token_loss(logits, answers)
 
     model, inputs = LogitsOnly(), batch("tokens", "answers")
-    with pytest.raises(ValueError, match=r"lacks scale; .*functools\.partial\(loss_fn, scale=\.\.\.\)"):
+    with pytest.raises(ValueError, match=r"loss_fn takes scale too: .*functools\.partial\(loss_fn, scale=\.\.\.\)"):
         compiled(model, example_inputs=inputs, loss_fn=loss)
     program = compiled(model, example_inputs=inputs, loss_fn=functools.partial(loss, scale=2.0))
     assert_same(model, program, inputs, loss(model(inputs["tokens"]), inputs["answers"], 2.0))
