@@ -80,13 +80,11 @@ def make_hugging_face(make: Callable[[GPTConfig], nn.Module]) -> nn.Module:
 def run_all(program: CompiledProgram, work: Callable[[Parallel], Any]) -> list[Any]:
     """What `work` gives on every rank of the program, a thread each."""
     texts = read_texts(program.texts, program.manifest)
-    schedule = tuple(text.actions for text in texts)
     tensors = {} if program.model is None else {**program.model.state_dict(), **program.buffers}
 
     def run(connection: Any) -> Any:
         text = texts[connection.rank.coordinates.pipeline]
-        constants: Any = text.constants or (lambda p: {})
-        parallel = Parallel(connection, ShapeFunctions(program.manifest, text.stages, constants, schedule, tensors))
+        parallel = Parallel(connection, ShapeFunctions(program.manifest, text, tensors))
         return work(parallel.eval())
 
     return run_threads(program.manifest, run)
@@ -192,7 +190,7 @@ def test_reading_sends_what_is_read() -> None:
     for called, shown, weighed, chosen, whole, kept in results:
         assert silent == called == shown
         assert (weighed - shown).total() == 3 * labels.numel() <= logits.numel() / 100
-        assert (chosen - weighed).total() == 2 * 2 * labels.numel()
+        assert (chosen - weighed).total() == 2 * 3 * labels.numel()
         assert (whole - chosen).total() == logits.numel() / 2 + 4  # with the padding
         assert kept == whole
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only  # private, with no public twin
 
 from autoptd.runtime.comm.connection import Connection
-from autoptd.runtime.comm.groups import Reduction
+from autoptd.runtime.kernels.class_scores import maximum, pick
 from autoptd.runtime.kernels.operands import widen
+from autoptd.runtime.kernels.vocabulary import logsumexp
 from autoptd.runtime.program.manifest import Result
 
 aten = torch.ops.aten
@@ -34,7 +35,8 @@ class RankPart:
     whole: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.group, self.on = self.connection.rank.group("tensor"), self.result.placement["tensor"]
+        # Whose collectives are no part of the last step's times.
+        self.rank, self.on = replace(self.connection.rank, measured=None), self.result.placement["tensor"]
         last, segments = len(self.result.shape) - 1, self.on.segments
         run = self.on.dim == last and len(segments) == segments[0].outer == 1
         # Each rank has the last dimension, or a run of it, so that it can be reduced before it is sent.
@@ -47,61 +49,37 @@ class RankPart:
         return self.whole
 
     def argmax(self) -> Tensor:
-        """Return the places of the largest elements in the last dimension; two numbers a row leave each rank."""
+        """Return the places of the largest elements in the last dimension; a few numbers a row leave each rank."""
 
         def find(local: Tensor) -> Tensor:
-            start, count = self._columns()
-            own = local[..., :count] if count else torch.full_like(local, -torch.inf)
-            largest, index = own.max(-1)
-            if self.on.dim is None:
-                return index
-            owner = torch.stack(self.group.all_gather(largest)).argmax(0, keepdim=True)
-            return torch.stack(self.group.all_gather(index + start)).gather(0, owner)[0]
+            return local.argmax(-1) if self.on.dim is None else maximum(self.rank, local, -1, self.result.shape[-1])[1]
 
         return self._share(find, self.result.shape[:-1], torch.int64)
 
     def log_prob(self, classes: Tensor) -> Tensor:
         """Return the log-softmax at `classes`, 0 at those that do not exist; three numbers a row leave each rank."""
         dtype, dim, legal = widen(self.result.dtype), self.result.batch_dim, classes >= 0
-        legal &= classes < self.result.shape[-1]
-        own = classes.masked_fill(~legal, 0)
+        legal &= classes < (count := self.result.shape[-1])
+        own = classes.masked_fill(~legal, 0)[..., None]
+
+        def weigh(logits: Tensor, rows: Tensor) -> Tensor:
+            if self.on.dim is None or not self.is_reducible:
+                return logits.to(dtype).log_softmax(-1).gather(-1, rows)[..., 0]
+            picked = pick(self.rank, logits, rows, count)[..., 0].to(dtype)
+            return picked - logsumexp(self.rank, logits, -1, count).to(dtype)
+
         if not self.is_reducible:
-            found = self.full().to(dtype).log_softmax(-1).gather(-1, own[..., None])[..., 0]
+            found = weigh(self.full(), own)
         else:
             rows = own if dim is None else own.unflatten(dim, (self.microbatches, -1)).movedim(dim, 0)
-            found = self._share(
-                lambda local: torch.stack(list(map(self._weigh, local, rows))), self.result.shape[:-1], dtype
-            )
+            found = self._share(lambda local: torch.stack(list(map(weigh, local, rows))), self.result.shape[:-1], dtype)
         return found.masked_fill(~legal, 0)
-
-    def _weigh(self, logits: Tensor, classes: Tensor) -> Tensor:
-        """Return the log-probabilities of a microbatch's `classes`."""
-        start, count = self._columns()
-        own, column = logits[..., :count].to(widen(logits.dtype)), classes - start
-        largest = own.amax(-1) if count else own.new_full(own.shape[:-1], -torch.inf)
-        largest = self._reduce(largest, "max")
-        here = (column >= 0) & (column < count)
-        aim = logits.gather(-1, column.masked_fill(~here, 0)[..., None])[..., 0].to(own.dtype) - largest
-        total = (own - largest[..., None]).exp().sum(-1)
-        total, aim = self._reduce(torch.stack([total, aim.masked_fill(~here, 0)])).unbind()
-        return aim - total.log()
-
-    def _reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        return x if self.on.dim is None else self.group.all_reduce(x, op)
-
-    def _columns(self) -> tuple[int, int]:
-        """Return the first place of the last dimension that this rank has, and the number of these without padding."""
-        count = self.result.shape[-1]
-        if self.on.dim is None:
-            return 0, count
-        width = self.on.segments[0].rows // self.group.size
-        return width * self.group.index, max(0, min(width, count - width * self.group.index))
 
     def _join(self, local: Tensor) -> Tensor:
         """Return all tensor ranks' parts together."""
         if self.on.dim is None:
             return local
-        return replace(self.on, dim=self.on.dim + 1).join(self.group.all_gather(local))
+        return replace(self.on, dim=self.on.dim + 1).join(self.rank.group("tensor").all_gather(local))
 
     def _share(self, make: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return what the ranks with the output `make` of it, of this `shape` a microbatch, on all of them."""
