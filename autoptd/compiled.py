@@ -287,8 +287,7 @@ class CompiledProgram:
 
     def _read_rank(self, pipeline: int, weights: Weights) -> ShapeFunctions:
         text = read_program(self.texts[pipeline], text_filename(self.manifest, pipeline))
-        constants = text.constants or (lambda p: {})
-        return ShapeFunctions(self.manifest, text.stages, constants, self.schedule, weights)
+        return ShapeFunctions(self.manifest, text, weights)
 
     def _read_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path | None) -> Weights:
         """Return the given weights or the model's own; ValueError if some are missing that cannot be drawn."""

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -80,11 +80,8 @@ def pass_through(program: CompiledProgram, source: Path, target: Path) -> None:
 
     def work(connection: Connection) -> None:
         text = texts[connection.rank.coordinates.pipeline]
-        constants: Callable[..., dict[str, Tensor]] = text.constants or (lambda p: {})
         tensors = read_weights(source, program.buffers)
-        parallel = Parallel(
-            connection, ShapeFunctions(program.manifest, text.stages, constants, program.schedule, tensors)
-        )
+        parallel = Parallel(connection, ShapeFunctions(program.manifest, text, tensors))
         parallel.export_pretrained(target)
 
     run_threads(program.manifest, work)

@@ -134,14 +134,12 @@ def counted_copies(all_stages: bool) -> AbstractContextManager[Any]:
 def run_loop(program: CompiledProgram, loop: Callable[[Parallel], None]) -> None:
     """Run a `loop` on every rank of `program`, a thread each."""
     programs = read_texts(program.texts, program.manifest)
-    schedule = tuple(text.actions for text in programs)
     assert program.model is not None
     weights = {**program.buffers, **program.model.state_dict()}
 
     def run(connection: Connection) -> None:
         text = programs[connection.rank.coordinates.pipeline]
-        constants = text.constants or (lambda p: {})
-        loop(Parallel(connection, ShapeFunctions(program.manifest, text.stages, constants, schedule, weights)))
+        loop(Parallel(connection, ShapeFunctions(program.manifest, text, weights)))
 
     run_threads(program.manifest, run)
 

@@ -66,9 +66,8 @@ def bind_thread(program: CompiledProgram, connection: Connection) -> Parallel:
     at = connection.rank.coordinates.pipeline
     text = read_program(program.texts[at], "text")
     assert program.model is not None
-    constants = text.constants or (lambda p: {})
     weights = {**program.model.state_dict(), **program.buffers}
-    return Parallel(connection, ShapeFunctions(program.manifest, text.stages, constants, program.schedule, weights))
+    return Parallel(connection, ShapeFunctions(program.manifest, text, weights))
 
 
 def train_steps(

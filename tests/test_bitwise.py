@@ -100,7 +100,7 @@ class OneDevice:
         self.rank = Rank.local(program.mesh)
         self.inputs = [i.name for i in program.manifest.inputs]
         buffers = {**dict(program.buffers), **dict(model.named_buffers())}
-        self.fixed = {**buffers, **(text.constants(buffers) if text.constants else {})}
+        self.fixed = {**buffers, **text.constants(buffers)}
 
     def step(self, weights: Weights, batch: Batch, microbatches: int) -> Tensor:
         """Leave the gradients of one batch in the leaves of `weights`; give the loss."""

@@ -174,9 +174,8 @@ def run_step(program: CompiledProgram, batch: Batch, dims: dict[str, int]) -> di
     def step(connection: Connection) -> dict[str, Tensor]:
         at = connection.rank.coordinates
         text = texts[at.pipeline]
-        constants = text.constants or (lambda p: {})
         weights = dict(program.model.state_dict()) if program.model is not None else {}
-        parallel = Parallel(connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights))
+        parallel = Parallel(connection, ShapeFunctions(manifest, text, weights))
         own = {n: x.chunk(mesh.data, dims[n])[at.data].contiguous() for n, x in batch.items()}
         loss_of(parallel(**own)).backward()
         return {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}
@@ -278,8 +277,7 @@ def gather_weights(program: CompiledProgram) -> dict[str, Tensor]:
 
     def gather(connection: Connection) -> dict[str, Tensor]:
         text = texts[connection.rank.coordinates.pipeline]
-        constants = text.constants or (lambda p: {})
-        functions = ShapeFunctions(program.manifest, text.stages, constants, program.schedule, program.buffers)
+        functions = ShapeFunctions(program.manifest, text, program.buffers)
         parallel = Parallel(connection, functions, drawn=True)
         for name, parameter in program.manifest.parameters.items():
             if (

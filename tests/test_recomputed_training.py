@@ -123,8 +123,7 @@ def train_threads(program: autoptd.CompiledProgram, model: nn.Module, batch: Bat
     def step(connection: Connection) -> dict[Any, Tensor]:
         at = connection.rank.coordinates
         text = texts[at.pipeline]
-        constants = text.constants or (lambda p: {})
-        functions = ShapeFunctions(program.manifest, text.stages, constants, program.schedule, weights)
+        functions = ShapeFunctions(program.manifest, text, weights)
         parallel = Parallel(connection, functions).train()
         loss = loss_of(parallel(**batch))
         loss.backward()

@@ -106,8 +106,6 @@ def _trace_stage(program: ProgramText, index: int, manifest: Manifest, propagati
 def _trace_constants(
     program: ProgramText, manifest: Manifest, propagation: Propagation, buffers: Mapping[str, Tensor]
 ) -> fx.Graph:
-    if program.constants is None:
-        return fx.Graph()
     tensors = {name: _meta(buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
     tensors |= {n: _meta(p.shape, p.dtype) for n, p in manifest.parameters.items() if p.kind != "constant"}
     recorder = Recorder(program.filename, _find_targets(program.text), tensors, propagation)

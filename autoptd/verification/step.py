@@ -202,16 +202,12 @@ def _run_ranks(
 ) -> list[StepResult]:
     """Return every rank's step by global rank, run from the texts' functions and schedule; `watches` are of ranks."""
     programs = read_texts(texts, manifest)
-    schedule = tuple(program.actions for program in programs)
     cores = torch.get_num_threads()
 
     def step(connection: Connection) -> StepResult:
         at, watch = connection.rank.coordinates, (watches or {}).get(connection.rank.number, nullcontext())
         with watch, Promotion() if precise else nullcontext() as promotion:
-            program = programs[at.pipeline]
-            constants = program.constants or (lambda p: {})
-            functions = ShapeFunctions(manifest, program.stages, constants, schedule, tensors)
-            parallel = Parallel(connection, functions)
+            parallel = Parallel(connection, ShapeFunctions(manifest, programs[at.pipeline], tensors))
             parallel.eval()
             result = parallel(**take_parts(manifest, batch, manifest.mesh.data, at.data))
             loss = find_loss(manifest.output, result)

@@ -22,10 +22,11 @@ from autoptd.runtime.engine.slot import Slot, StageCall, Weights
 from autoptd.runtime.optimizer.gradient_memory import StageLeaves
 from autoptd.runtime.optimizer.gradient_sums import GradientSums, list_complete
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
-from autoptd.runtime.program.schedule import Action, Kind, Schedule, assign_slots, last_gradients
+from autoptd.runtime.program.program_text import ProgramText
+from autoptd.runtime.program.schedule import Action, Kind, assign_slots, last_gradients
 from autoptd.runtime.randomness import as_signed
 from autoptd.runtime.weights import file_tensor
-from autoptd.runtime.weights.slices import Constants, Slices
+from autoptd.runtime.weights.slices import Slices
 
 Buffer = RecvBuffer | SendBuffer | LocalBoundary
 StageInputs = Sequence[Sequence[Tensor]]  # of a stage from the batch: a row per microbatch
@@ -35,15 +36,10 @@ StageHook = Callable[[int], None]
 
 @dataclass(frozen=True)
 class ShapeFunctions:
-    """The functions of a rank for one input shape, and the whole tensors that its constants are computed from.
-
-    `functions` are this rank's stage functions by stage index, `constants` its program's own; `schedule` is all ranks'.
-    """
+    """The program of a rank for one input shape, and the whole tensors that its weights and constants are made from."""
 
     manifest: Manifest
-    functions: Mapping[int, Callable[..., Any]]
-    constants: Constants
-    schedule: Schedule
+    text: ProgramText
     weights: file_tensor.Weights
 
 
@@ -59,14 +55,14 @@ class StageRun:
     def __init__(
         self, program: ShapeFunctions, rank: Rank, interface: StageInterface, measured: Measured, graphs: bool
     ) -> None:
-        manifest, actions = program.manifest, program.schedule[rank.coordinates.pipeline]
+        manifest, actions = program.manifest, program.text.actions
         self.takes: dict[Kind, RecvBuffer | LocalBoundary] = {}
         self.puts: dict[Kind, SendBuffer | LocalBoundary] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, list[Tensor]] = {}  # of each microbatch, that a call returns besides the loss
         self._measured = measured
         self.interface, self._index, self._randomness = interface, interface.index, rank.randomness
-        call = StageCall(partial(program.functions[self._index], rank), interface)
+        call = StageCall(partial(program.text.stages[self._index], rank), interface)
         self._places, end = assign_slots(actions)[self._index], last_gradients(actions).get(self._index)
         self._last = None if end is None else actions[end].microbatch
         count = max(self._places.values(), default=0) + 1
@@ -148,7 +144,7 @@ class Executor:
     """
 
     def __init__(self, program: ShapeFunctions, connection: Connection, slices: Slices, graphs: bool) -> None:
-        self.slices, self.constants = slices, program.constants
+        self.slices, self.constants = slices, program.text.constants
         self.leaves = StageLeaves()
         self._made_for: tuple[object, object] = None, None
         self.outputs: dict[tuple[str, ...], Tensor] = {}
@@ -158,12 +154,12 @@ class Executor:
         here = connection.rank.coordinates.pipeline
         own = self.manifest.stages[here :: self.manifest.mesh.pipeline]
         self.stages = {s.index: StageRun(program, connection.rank, s, self.measured, graphs) for s in own}
-        self.complete = list_complete(self.manifest, here, program.schedule[here])
+        self.complete = list_complete(self.manifest, here, program.text.actions)
         graphed = {index: stage.graphed for index, stage in self.stages.items()} if graphs else {}
         self.captures = Captures(connection.rank, connection.world, graphed)
         for boundary in range(len(self.manifest.stages) - 1):
             self._join(boundary)
-        self._steps = [(action, self._step(action)) for action in program.schedule[here]]
+        self._steps = [(action, self._step(action)) for action in program.text.actions]
         self._forward_steps = [step for step in self._steps if step[0].kind.compute is Kind.FORWARD]
 
     def _join(self, boundary: int) -> None:

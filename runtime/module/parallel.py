@@ -62,10 +62,10 @@ class Parallel(BoundModule):
         program, *further = programs
         manifest, rank = program.manifest, connection.rank
         self._manifest, self._connection = manifest, connection
-        slices = take_slices(manifest, rank, program.constants, program.weights, drawn, ())
+        slices = take_slices(manifest, rank, program.text.constants, program.weights, drawn, ())
         self._shapes = [Executor(program, connection, {}, graphs)]
         for other in further:
-            own = take_slices(other.manifest, rank, other.constants, other.weights, drawn, manifest.parameters)
+            own = take_slices(other.manifest, rank, other.text.constants, other.weights, drawn, manifest.parameters)
             self._shapes.append(Executor(other, connection, own, graphs))
         # The stages compute with trained weights in half precision, which are kept in float32.
         narrow = {n: x for n, x in slices.items() if x.dtype in HALF and manifest.parameters[n].is_trained}

@@ -23,13 +23,13 @@ class ProgramText:
     """The program of one pipeline rank, read from its `text`.
 
     `stages`: index -> ``stage_<index>(rank, p, *received, *inputs)``. `constants`: ``constants(p)``, which
-    makes the tensors that depend on no data, or None. `actions`: its SCHEDULE.
+    makes the tensors that depend on no data. `actions`: its SCHEDULE.
     """
 
     text: str
     filename: str
     stages: Mapping[int, Callable[..., Any]]
-    constants: Callable[..., dict[str, Any]] | None
+    constants: Callable[..., dict[str, Any]]
     actions: tuple[Action, ...]
 
 
@@ -47,6 +47,7 @@ def read_program(text: str, filename: str) -> ProgramText:
     # An entry without a modification time is kept: the text need not lie on disk.
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"__name__": filename.removesuffix(".py"), "__file__": filename}
+    exec("def constants(p): return {}", namespace)  # unless the text has its own
     try:
         exec(code, namespace)
     except Exception as error:
@@ -55,8 +56,8 @@ def read_program(text: str, filename: str) -> ProgramText:
     stages = {int(match[1]): value for match, value in named if match and callable(value)}
     if not stages:
         raise ValueError(f"{filename}: no stage found; expected functions stage_<k>(rank, p, ...)")
-    constants = namespace.get("constants")
-    if constants is not None and not callable(constants):
+    constants = namespace["constants"]
+    if not callable(constants):
         raise ValueError(f"{filename}: constants is {constants!r}, expected a function constants(p)")
     actions = _read_schedule(text, filename, namespace.get("SCHEDULE"))
     return ProgramText(text, filename, dict(sorted(stages.items())), constants, actions)

@@ -153,9 +153,8 @@ def measure(sizes: Sizes, recompute: str, tensor: int = 1) -> int:
     batch = make_batch(sizes)
 
     def step(connection: Connection) -> int:
-        constants = text.constants or (lambda p: {})
         manifest = program.manifest
-        parallel = Parallel(connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights))
+        parallel = Parallel(connection, ShapeFunctions(manifest, text, weights))
         held = {**dict(parallel.named_parameters()), **dict(parallel.named_buffers()), **batch}
         # The weights in half precision that the stages compute with are held beside the float32 ones.
         narrow = {f"{name}, narrow": weight for name, weight in parallel._weights.narrow.items()}

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,10 +37,8 @@ def bind_empty(layers: int) -> Parallel:
     def stage(rank: object, weights: dict[str, Tensor], *inputs: Tensor) -> Tensor:
         return torch.stack([each.sum() for each in weights.values() if each.is_floating_point()]).sum()
 
-    constants = read_program(program.texts[0], "program").constants
-    assert constants is not None
-    known = {0: stage}, constants, program.schedule, model.state_dict()
-    return Parallel(connect(program.manifest, CPU, ""), ShapeFunctions(program.manifest, *known))
+    text = replace(read_program(program.texts[0], "program"), stages={0: stage})
+    return Parallel(connect(program.manifest, CPU, ""), ShapeFunctions(program.manifest, text, model.state_dict()))
 
 
 def surround_schedule(parallel: Parallel, before: Callable[[], Any], after: Callable[[], Any]) -> None:

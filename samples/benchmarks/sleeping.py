@@ -23,6 +23,7 @@ from autoptd.runtime.optimizer.gradient_memory import StageLeaves
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
+from autoptd.runtime.program.program_text import ProgramText
 from autoptd.runtime.program.schedule import make_schedule
 
 CPU = torch.device("cpu")
@@ -127,8 +128,9 @@ def make_step(case: Case, stages: dict[int, SleepingStage], batch: Tensor) -> Ca
 
     functions = {index: partial(run_stage, stage, index == last) for index, stage in stages.items()}
     schedule = make_schedule(case.schedule, case.num_ranks, case.num_microbatches, case.num_model_chunks)
-    program = ShapeFunctions(manifest, functions, dict, schedule, {})
-    executor = Executor(program, connect(manifest, CPU, repr(case)), {}, graphs=False)
+    connection = connect(manifest, CPU, repr(case))
+    text = ProgramText("", "", functions, dict, schedule[connection.rank.coordinates.pipeline])
+    executor = Executor(ShapeFunctions(manifest, text, {}), connection, {}, graphs=False)
     executor.leaves = StageLeaves({index: dict(stage.named_parameters()) for index, stage in stages.items()})
     rows: list[tuple[Tensor, ...]] = [(x,) for x in batch.split(1)]
     nothing: list[tuple[Tensor, ...]] = [()] * case.num_microbatches

@@ -17,6 +17,7 @@ from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Boundary, Input, Manifest, Output, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter, Placement, Segment, Shard
+from autoptd.runtime.program.program_text import ProgramText
 from autoptd.runtime.program.schedule import make_schedule
 
 WIDTH = 8
@@ -158,8 +159,8 @@ class Chain:
     def parallel(self, connection: Connection) -> Parallel:
         here = connection.rank.coordinates.pipeline
         functions = {k: f for k, f in self.functions.items() if k % self.mesh.pipeline == here}
-        known = functions, self.constants, self.schedule, self.weights()
-        return Parallel(connection, ShapeFunctions(self.manifest, *known))
+        text = ProgramText("", "", functions, self.constants, self.schedule[here])
+        return Parallel(connection, ShapeFunctions(self.manifest, text, self.weights()))
 
     def plain(self, weights: Weights, batch: Weights, scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss and gradients of a plain loop of ``(loss / m).backward()``.

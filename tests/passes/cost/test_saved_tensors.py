@@ -30,8 +30,7 @@ def count_running(program: autoptd.CompiledProgram, model: nn.Module, batch: dic
     manifest, weights = program.manifest, {**program.buffers, **model.state_dict()}
 
     def step(connection: Connection) -> int:
-        constants = text.constants or (lambda p: {})
-        parallel = Parallel(connection, ShapeFunctions(manifest, text.stages, constants, program.schedule, weights))
+        parallel = Parallel(connection, ShapeFunctions(manifest, text, weights))
         with torch.no_grad():
             parallel(**batch)  # which makes the slot's copy of the batch
         slots = parallel._runner.shape.stages[0]._slots

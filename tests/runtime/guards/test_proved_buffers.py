@@ -169,11 +169,8 @@ def run_all(program: CompiledProgram, state: dict[str, Tensor], load: str) -> li
         at = connection.rank.coordinates.pipeline
         text = read_program(program.texts[at], "text")
         assert program.model is not None
-        constants = text.constants or (lambda p: {})
         weights = {**program.model.state_dict(), **program.buffers}
-        parallel = Parallel(
-            connection, ShapeFunctions(program.manifest, text.stages, constants, program.schedule, weights)
-        )
+        parallel = Parallel(connection, ShapeFunctions(program.manifest, text, weights))
         if load == "load_full_state_dict":
             parallel.load_full_state_dict(state)
         else:

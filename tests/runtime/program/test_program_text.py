@@ -36,10 +36,9 @@ def constants(p):
 def test_reads_functions_and_actions() -> None:
     program = read_program(TEXT, "program_00.py")
     assert list(program.stages) == [0, 2]
-    assert program.constants is not None
     assert program.constants({}) == {}
     assert program.actions == tuple(map(Action.parse, ("0F0", "2F0", "2B0", "0B0")))
-    assert read_program(TEXT.replace("constants", "other"), "program_00.py").constants is None
+    assert read_program(TEXT.replace("constants", "other"), "program_00.py").constants({}) == {}
 
 
 def test_traceback_shows_the_text() -> None:
