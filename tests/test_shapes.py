@@ -260,7 +260,7 @@ def test_an_edited_text_of_any_shape_is_judged(tmp_path: Path) -> None:
         autoptd.load(tmp_path)
     text.write_text(saved)
     edit(tmp_path / "shape_1" / "manifest.json", '"num_microbatches": 2', '"num_microbatches": 4')
-    edit(text, "2 times, ", "4 times, ")
+    edit(text, "0F0 0B0 0F1 0B1", "(0F0 0B0) x4 +1")
     with pytest.raises(ProgramError, match="its num_microbatches is 4, the first shape's 2"):
         autoptd.load(tmp_path)
 
