@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.engine.dynamo import leave_uncompiled
-from autoptd.runtime.kernels.scaling import scale_rows
+from autoptd.runtime.kernels.registration import find_kernels
 from autoptd.runtime.optimizer.gradient_sums import Key, Row, read_gradients
 
 Rows = list[Row]
@@ -78,3 +78,15 @@ class Step(torch.autograd.Function):
         scale_rows([row for row, _, _ in kept], scale)
         ctx.handover.waiting.append((torch._C._current_graph_task_id(), kept))
         return None, None, scale
+
+
+def scale_rows(rows: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply `rows` in place by `factor`, of one element; a factor of 1 costs neither a pass nor a wait."""
+    if factor.is_cpu and factor.item() == 1:
+        return
+    for row in rows:
+        kernels = find_kernels("elementwise", row, factor)
+        if kernels is None:
+            row.mul_(factor)
+        else:
+            kernels.scale_row(row, factor)

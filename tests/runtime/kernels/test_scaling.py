@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoptd.runtime.kernels.scaling import scale_rows
+from autoptd.runtime.engine.step import scale_rows
 
 SIZES = (1, 4096, 5000)
 
