@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from autoptd.capture.results import find_outputs
+from autoptd.capture.results import find_loss, find_outputs
 from autoptd.capture.source_lines import short_line, user_line
 from autoptd.passes.ir.nodes import results_of
 from autoptd.passes.ir.products import bound_arguments
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
-from autoptd.runtime.engine.batch import find_loss
 from autoptd.runtime.engine.executor import ShapeFunctions
 from autoptd.runtime.module.parallel import Parallel
 from autoptd.runtime.program.manifest import Manifest
@@ -210,7 +209,7 @@ def _run_ranks(
             parallel = Parallel(connection, ShapeFunctions(manifest, programs[at.pipeline], tensors))
             parallel.eval()
             result = parallel(**take_parts(manifest, batch, manifest.mesh.data, at.data))
-            loss = find_loss(manifest.output, result)
+            loss, _ = find_loss(result, None, {}, wanted=True)
             loss.backward()
             norm = float(parallel.clip_grad_norm_(math.inf))
         gradients = {name: p.grad for name, p in parallel.named_parameters() if p.grad is not None}

@@ -240,13 +240,3 @@ def _find_field(outputs: Outputs, path: tuple[str, ...]) -> Any:
     own = {other[: len(path) + 1] for other in outputs if other[: len(path)] == path}
     below = sorted(own, key=lambda other: int(other[-1]))  # stages have them in another order
     return tuple(_find_field(outputs, one) for one in below) or None
-
-
-def find_loss(output: Output, result: Any) -> Tensor:
-    """Return the loss of an output that `output_builder` built."""
-    loss: Tensor = result
-    if output.separate_loss or output.kind == "tuple":
-        loss = result[0 if output.separate_loss else int(output.loss)]
-    elif output.kind != "tensor":
-        loss = result[output.loss] if output.kind == "dict" else getattr(result, output.loss)
-    return loss
