@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.nodes import info, results_of
 from autoptd.passes.ir.program import Stage, tensor_bytes
-from autoptd.runtime import collectives, kernels
+from autoptd.runtime import collectives
 from autoptd.runtime.collectives import COPIED
 from autoptd.runtime.program.placement import REPLICATE, AxisPlacement, Ragged
 
@@ -57,10 +57,6 @@ def write_communication(node: fx.Node, tensor: int) -> str:
         return ""
     if node.target is collectives.copy_to_tensor:  # f: identity forward
         return f"backward: all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
-    if node.target is kernels.cross_entropy and isinstance(node.args[1], fx.Node):
-        logits = node.args[1].meta["val"]
-        row = len(logits) * max(4, logits.element_size())  # reduced in float32 or wider
-        return f"all-reduce, {write_bytes(row)} + {write_bytes(2 * row)} over tensor"
     work = forward_work(node)
     kind = "all-reduce" if work.reduced else "all-gather"
     kind = "reduce-scatter" if node.target is collectives.reduce_scatter else kind

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from traceback import walk_stack
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,6 @@ from autoptd.runtime.kernels.autograd_function import AutogradFunction, autograd
 from autoptd.runtime.program.program_text import line_of
 from autoptd.runtime.recomputation import recompute
 from autoptd.text.call_arguments import resolve_overload, spread_call
-from autoptd.text.comments import write_shape
 
 META = torch.device("meta")
 # What is known of a traced tensor; its elements are not.
@@ -137,8 +136,8 @@ class Recorder(GraphAppendingTracer):
             group = self._group if kind == "call_function" else None
             describe(node, val, NodeInfo(line=f"{self.filename}:{line}", recompute=group))
         except Exception as error:  # any error of any operator
-            call = _describe_call(target, *fx.map_arg((args, kwargs), _value_of))
-            raise RecordingError(f"{self.filename}:{line}: {call} failed: {error}") from error
+            called = target.__name__ if inspect.isroutine(target) else target
+            raise RecordingError(f"{self.filename}:{line}: {called} failed: {error}") from error
         return node
 
     def _assigned_name(self, line: int, args: tuple[Any, ...]) -> str | None:
@@ -200,19 +199,3 @@ class _Recorded:
 
 def _value_of(node: fx.Node) -> Any:
     return node.meta["val"]
-
-
-def _describe_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Write ``aten.add.Tensor(f32[4, 8], 1)``: a call with shapes in place of tensors."""
-    name = getattr(target, "__name__", target) if inspect.isroutine(target) else target
-    texts = [_describe(arg) for arg in args]
-    texts += [f"{key}={_describe(value)}" for key, value in kwargs.items()]
-    return f"{name}({', '.join(texts)})"
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return write_shape(value.dtype, value.shape)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_describe, value))}]"
-    return "rank" if isinstance(value, Rank) else repr(value)

@@ -84,7 +84,7 @@ def stage_1(
     reshape = aten.reshape(lm_head, [32, 48])                               # f32[32, 96/2]
     targets_sb = aten.transpose(targets, 0, 1)                              # i64[16, 2]
     reshape_1 = aten.reshape(targets_sb, [32])                              # i64[32]
-    loss = kernels.cross_entropy(                               # f32[]  all-reduce, 128 B + 256 B over tensor
+    loss = kernels.cross_entropy(                                       # f32[]  all-reduce, 384 B over tensor
         rank, reshape, reshape_1, vocabulary=96
     )
 

@@ -132,12 +132,12 @@ SUM = "aten.add(drop, c_proj_biased)"
 ERRORS = [
     ('p["h.0.ln_1.bias"]', 'p["h.0.ln_1.bais"]',
      r'p\["h\.0\.ln_1\.bais"\] is not .*did you mean p\["h\.0\.ln_1\.bias"\]'),
-    (SUM, "aten.add(drop, drop)[3]", r"getitem\(f32\[1, 8, 16\], 3\) failed: index 3"),
+    (SUM, "aten.add(drop, drop)[3]", r"getitem failed: index 3"),
     (SUM, "aten.add(drop, nothing)", "in stage_0: name 'nothing' is not defined"),
     (SUM, "aten.plus(drop)", "in stage_0: .*has no attribute 'plus'"),
     (SUM, "drop if drop.sum() > 0 else ids", "in stage_0: .*depend on shapes only"),
     ("aten.reshape(transpose_y, [1, 8, 8])", "aten.reshape(transpose_y, [1, 8, 9])",
-     r"aten\.reshape.*\(f32\[1, 8, 2, 4\], \[1, 8, 9\]\) failed: .*invalid"),
+     r"aten\.reshape.* failed: .*invalid"),
 ]  # fmt: skip
 
 

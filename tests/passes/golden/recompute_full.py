@@ -168,7 +168,7 @@ def stage_0(
     )                                 # backward: all-reduce, 4.1 kB over tensor, beside the weight's gradient
     reshape = aten.reshape(lm_head, [32, 31])                               # f32[32, 62/2]
     reshape_1 = aten.reshape(targets, [32])                                 # i64[32]
-    loss = kernels.cross_entropy(                               # f32[]  all-reduce, 128 B + 256 B over tensor
+    loss = kernels.cross_entropy(                                       # f32[]  all-reduce, 384 B over tensor
         rank, reshape, reshape_1, vocabulary=61
     )
 

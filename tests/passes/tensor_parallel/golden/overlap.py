@@ -69,7 +69,7 @@ def stage_0(
     reshape_4 = aten.reshape(head, [32, 32])                                # f32[32, 64/2]
     labels_sb = aten.transpose(labels, 0, 1)                                # i64[16, 2]
     reshape_5 = aten.reshape(labels_sb, [32])                               # i64[32]
-    loss = kernels.cross_entropy(                               # f32[]  all-reduce, 128 B + 256 B over tensor
+    loss = kernels.cross_entropy(                                       # f32[]  all-reduce, 384 B over tensor
         rank, reshape_4, reshape_5, vocabulary=64
     )
 
