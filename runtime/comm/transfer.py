@@ -25,14 +25,11 @@ def is_scattered(boundary: Boundary, tensor: int, scatter_gather: bool) -> bool:
     return not whole and prod(boundary.shape) % tensor == 0
 
 
-class LocalBoundary:
-    """A stage boundary inside one rank: one stage takes the tensors that the other has put."""
+class LocalBoundary(dict[int, Sequence[Tensor]]):
+    """A stage boundary inside one rank: one stage takes the tensors of a microbatch that the other has put."""
 
-    def __init__(self) -> None:
-        self._held: dict[int, Sequence[Tensor]] = {}
-        self.put = self._held.__setitem__
-        self.take = self._held.pop
-        self.clear = self._held.clear
+    put = dict.__setitem__
+    take = dict.pop
 
 
 @dataclass(eq=False)

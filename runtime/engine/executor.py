@@ -203,10 +203,6 @@ class Executor:
             sums.attach(self.leaves, trained)
         sums.leaves = self.leaves
 
-    def forget_leaves(self) -> None:
-        """Let go of the leaves, and so of memory that tensors leave."""
-        self.leaves = StageLeaves()
-
     def run(
         self, inputs: Inputs, seeds: Tensor | None, begin_stage: StageHook, sums: GradientSums | None = None
     ) -> list[Tensor]:

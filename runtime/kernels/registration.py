@@ -76,15 +76,11 @@ def define_operator(
     def define(function: Callable[..., Result]) -> Operator[Result]:
         def call_on_device(*arguments: Any) -> Result:
             kernels = find_kernels(triton, *arguments) if triton else None
-            if kernels is not None:
-                results = fake(*arguments)
-                getattr(kernels, name)(*arguments, results)
-                return results
-            x = arguments[0]
-            if x.is_cuda and x.get_device() != torch.cuda.current_device():  # on which Triton launches
-                with torch.cuda.device(x.device):
-                    return call_on_device(*arguments)
-            return function(*arguments)
+            if kernels is None:
+                return function(*arguments)
+            results = fake(*arguments)
+            getattr(kernels, name)(*arguments, results)
+            return results
 
         LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         LIBRARY.impl(name, call_on_device, "CompositeExplicitAutograd")

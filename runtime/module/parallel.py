@@ -27,6 +27,7 @@ from autoptd.runtime.kernels.operands import HALF
 from autoptd.runtime.module.bound_weights import BoundWeights
 from autoptd.runtime.module.gradient_norm import clip_gradients, clip_over_ranks
 from autoptd.runtime.module.step_runner import StepRunner
+from autoptd.runtime.optimizer.gradient_memory import StageLeaves
 from autoptd.runtime.optimizer.zero1 import OptimizerT
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates
@@ -285,7 +286,7 @@ class Parallel(BoundModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         for shape in self._shapes:  # leaves would keep the memory that tensors leave
-            shape.forget_leaves()
+            shape.leaves = StageLeaves()
         self._weights.sums.release()
         return super()._apply(*args, **kwargs)
 
