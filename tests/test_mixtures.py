@@ -279,7 +279,7 @@ FAULTS = {
     ),
     "all experts are routed to each rank's": (
         *(ROUTE, ROUTE.replace("own=2", "own=4")),
-        r"program_00.py:\d+: grouped_linear\(.*counts \[4\], expected .*\[experts\]",
+        r"program_00.py:\d+: grouped_linear failed: .*counts \[4\], expected .*\[experts\]",
     ),
     "the first experts are routed to those of each rank": (
         *(ROUTE, ROUTE.replace("number=4", "number=2")),
