@@ -25,8 +25,9 @@ from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.program import Program
-from autoptd.passes.stages.cut import Found, align_cut, cut_at, find_cut, fit_cut
+from autoptd.passes.stages.cut import align_cut, cut_at, find_cut, fit_cut
 from autoptd.passes.stages.fused_order import FusedOrder
+from autoptd.passes.stages.solver import Cut
 from autoptd.planning.search import plan
 from autoptd.progress import Say, show_progress
 from autoptd.runtime.launch import end_with_launcher
@@ -137,7 +138,7 @@ def _compile(
         with leave_autocast():
             # The call alone holds the search, and drops it when it is no longer needed.
             positions, first = fit_program(
-                settled.search(divided), lambda found: settled.finish(divided, found), chosen.cluster
+                settled.search(divided), lambda cut: settled.finish(divided, cut.positions, cut.entry), chosen.cluster
             )
         further = []
         for number, example in enumerate(examples[1:], 1):
@@ -145,8 +146,7 @@ def _compile(
                 other = input_shapes.rename_own(settled.divide(example, None, divided), number)
                 with leave_autocast():
                     entry = "cut_stages where the first input shape is cut"
-                    found = Found(align_cut(other, divided, positions), entry)
-                    further.append(settled.finish(other, found, number))
+                    further.append(settled.finish(other, align_cut(other, divided, positions), entry, number))
                 if why := input_shapes.find_disagreement(first.manifest, further[-1].manifest):
                     raise ValueError(f"{why}; all shapes train the same parameters: compile this one alone")
     # Buffer values that the program of one shape relies on hold for all.
@@ -187,7 +187,7 @@ class _Job:
             program = run_passes(select_passes(self.options, "divide"), program, self.say, keep_text)
         return program if first is None else input_shapes.keep_whole(program, first)
 
-    def search(self, divided: Program) -> Callable[[Sequence[int]], Found]:
+    def search(self, divided: Program) -> Callable[[Sequence[int]], Cut]:
         """Return the search for a cut of the `divided` program (see `fit_cut`), which alone holds the kernels it times.
 
         Raises ValueError, before any search, for a schedule that cannot run on the pipeline ranks.
@@ -200,15 +200,15 @@ class _Job:
         check_shape(self.schedule, p, m, chunks)
         job: Any = {"schedule": self.schedule, "num_microbatches": m, "cluster": self.options.cluster}
 
-        def find(reserved_bytes: Sequence[int]) -> Found:
+        def find(reserved_bytes: Sequence[int]) -> Cut:
             self.say("cut stages")
             return find_cut(fused_order, num_stages=p * chunks, reserved_bytes=reserved_bytes, **job)
 
         return find
 
-    def finish(self, divided: Program, found: Found, shape: int = 0) -> CompiledProgram:
-        """Cut the `divided` program as was `found`, rewrite its stages, emit and check their texts."""
-        cut = cut_at(divided, found.positions, found.entry)
+    def finish(self, divided: Program, positions: Sequence[int], entry: str, shape: int = 0) -> CompiledProgram:
+        """Cut the `divided` program at `positions`, rewrite its stages, emit and check their texts."""
+        cut = cut_at(divided, positions, entry)
         collect_garbage()
         keep_text(cut, "cut stages")
         program = run_passes(select_passes(self.options, "finish"), cut, self.say, keep_text)
@@ -233,7 +233,7 @@ class _Job:
 
 
 def fit_program(
-    find: Callable[[Sequence[int]], Found], build: Callable[[Found], CompiledProgram], cluster: Cluster | None
+    find: Callable[[Sequence[int]], Cut], build: Callable[[Cut], CompiledProgram], cluster: Cluster | None
 ) -> tuple[tuple[int, ...], CompiledProgram]:
     """Return a cut and its program, within the memory of a given `cluster` if possible.
 
@@ -245,7 +245,7 @@ def fit_program(
         return found.positions, build(found)
     limit = int(cluster.device.memory_bytes)
 
-    def make(found: Found) -> tuple[CompiledProgram, Sequence[int]]:
+    def make(found: Cut) -> tuple[CompiledProgram, Sequence[int]]:
         program = build(found)
         return program, program.simulate(cluster).memory_bytes
 

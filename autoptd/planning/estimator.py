@@ -27,8 +27,9 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.ir.program import Passes, Program
 from autoptd.passes.operators.axes import IndivisibleError
-from autoptd.passes.stages.cut import Found, fit_cut
+from autoptd.passes.stages.cut import fit_cut
 from autoptd.passes.stages.fused_order import FusedOrder
+from autoptd.passes.stages.solver import Cut
 from autoptd.planning.layer_costs import LayerCosts
 from autoptd.planning.plan import Candidate
 from autoptd.planning.shortened_model import shorten_model
@@ -155,10 +156,10 @@ class Estimator:
         alive = schedule_times.live_microbatches(schedule, mesh.pipeline * v, lasting=lasting)
         memory = row.memory(alive, training.states(row.precision, mesh.data), [0] * mesh.pipeline, limit)
 
-        def find(reserved: Sequence[int]) -> Found:
+        def find(reserved: Sequence[int]) -> Cut:
             return row.fit(mesh, v, replace(memory, reserved=reserved or memory.reserved))
 
-        def make(found: Found) -> tuple[Estimate, Sequence[int]]:
+        def make(found: Cut) -> tuple[Estimate, Sequence[int]]:
             self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, found.positions)
             estimate = self.estimate(candidate)
             del self._stages[candidate]  # another limit has another cut

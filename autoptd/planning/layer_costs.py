@@ -16,9 +16,9 @@ from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.stages.choice import ItemTimes, Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory, fold
-from autoptd.passes.stages.cut import Found, make_boundary, name_held
+from autoptd.passes.stages.cut import make_boundary, name_held
 from autoptd.passes.stages.fused_order import FusedOrder
-from autoptd.passes.stages.solver import cut_sequence
+from autoptd.passes.stages.solver import Cut, cut_sequence
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
@@ -147,7 +147,7 @@ class LayerCosts:
             return self.fit(mesh, chunks).positions
         schedule, count = search
         pipeline = Pipeline(self._item_times(mesh), schedule, mesh.pipeline, count, chunks)
-        return choose_cut(pipeline, None).cut.positions
+        return choose_cut(pipeline, None).positions
 
     def memory(self, in_flight: Sequence[Sequence[int]], states: States, reserved: Sequence[int], limit: int) -> Memory:
         """Return the memory of the items, in stages with `in_flight` microbatches."""
@@ -157,12 +157,11 @@ class LayerCosts:
         activation = np.ceil(self._amounts[self._source, 0]).astype(int).tolist()
         return Memory(static, activation, in_flight, reserved, limit)
 
-    def fit(self, mesh: Mesh, chunks: int, memory: Memory | None = None) -> Found:
+    def fit(self, mesh: Mesh, chunks: int, memory: Memory | None = None) -> Cut:
         """Return the cut with the fastest slowest stage, of stages that fit in `memory`."""
         times = self._item_times(mesh)
         size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
-        cut = cut_sequence(times.costs, times.boundary_costs, memory, **size, effort=0.0)
-        return Found(cut.positions, "", not cut.overflow, cut.held)
+        return cut_sequence(times.costs, times.boundary_costs, memory, **size, effort=0.0)
 
     def divide(
         self, mesh: Mesh, chunks: int, scatter_gather: bool, positions: Sequence[int]

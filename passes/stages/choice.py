@@ -91,18 +91,7 @@ class Pipeline:
         return walked
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A cut, and its step in nanoseconds (0 where none was simulated)."""
-
-    cut: Cut
-    step: int
-
-    def __str__(self) -> str:
-        return f"{self.cut.method}, chosen by its step" if self.step else self.cut.method
-
-
-def choose_cut(pipeline: Pipeline, memory: Memory | None) -> Choice:
+def choose_cut(pipeline: Pipeline, memory: Memory | None) -> Cut:
     """Return the cut whose simulated step is shortest, among those that fit in memory if any does.
 
     With one chunk per rank it is the cut with the fastest slowest rank, which a dynamic programme finds. With several,
@@ -117,19 +106,19 @@ def choose_cut(pipeline: Pipeline, memory: Memory | None) -> Choice:
         found.setdefault(cut.positions, cut)
     fitting = [cut for cut in found.values() if not cut.overflow] or list(found.values())
     if v == 1 or p == 1:
-        return Choice(fitting[0], 0)
+        return fitting[0]
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
     sequence = fold(*rows, None if fitting[0].overflow else memory, p * v, p)
     moved = [_move(cut, step, pipeline, sequence) for cut, step in zip(fitting, steps, strict=True)]
-    return Choice(*min(moved, key=lambda found: (found[1], found[0].bottleneck)))
+    return min(moved, key=lambda cut: (cut.step, cut.bottleneck))
 
 
-def _move(cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence) -> tuple[Cut, int]:
-    """Take the move that shortens the step most, again and again; return the last cut and its step."""
+def _move(cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence) -> Cut:
+    """Take the move that shortens the step most, again and again; return the last cut, with its step."""
     here = np.searchsorted(sequence.places, [0, *cut.positions, sequence.places[-1]])
     kept = undominated(sequence, here)
     places, here = sequence.take(kept), np.searchsorted(kept, here)
-    before = step
+    first, words = here, "chosen by its step"
     for _ in range(pipeline.moves):
         moves = _neighbours(places, here)
         steps = pipeline.of_cuts(places.places[moves[:, 1:-1]])
@@ -138,10 +127,10 @@ def _move(cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence) -> tu
         if steps[index] >= step:
             break
         here, step = moves[index], int(steps[index])
-    if step == before:
-        return cut, step
-    moved = Cut.of(places, here, cut.lower_bound, f"{cut.method}, then moved")
-    return replace(moved, overflow=cut.overflow), step
+    if here is first:
+        return replace(cut, step=step, method=f"{cut.method}, {words}")
+    moved = Cut.of(places, here, cut.lower_bound, f"{cut.method}, then moved, {words}")
+    return replace(moved, step=step, overflow=cut.overflow)
 
 
 def _neighbours(sequence: CostSequence, cut: Ints) -> Ints:

@@ -17,7 +17,6 @@ Prices = Sequence[int | None]  # of a cut before each item; None forbids it
 
 UNREACHED = -(2**61)
 UNLIMITED = 2**61
-REACH = 48  # places to either side that `smooth` looks at: wider than a transformer layer has worthwhile ones
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,9 @@ def undominated(sequence: CostSequence, kept: Ints) -> Ints:
 def place_cuts(sequence: CostSequence, limit: int, room: int | Ints = UNLIMITED) -> Ints | None:
     """Return a cut whose stages each cost at most `limit` and hold at most their `room`; None if there is none.
 
-    The shares are nearly equal. Walks the stages and keeps every place where the next may start: a stage can end at e
-    if some reached place a before it has ``start[a] >= end[e] - limit``.
+    Walks the stages and keeps every place where the next may start: a stage can end at e if some reached place a before
+    it has ``start[a] >= end[e] - limit``. Then walks back, and takes places that leave the stages before them even
+    shares of the work, and where little is sent.
     """
     rooms = np.broadcast_to(room, sequence.num_stages)
     start, end, before = sequence.start, sequence.end, sequence.before
@@ -170,8 +170,8 @@ def place_cuts(sequence: CostSequence, limit: int, room: int | Ints = UNLIMITED)
     for stage in range(sequence.num_stages - 1, 0, -1):
         floor, least = floors[stage][here], max(int(end[here]) - limit, UNREACHED + 1)
         usable = floor + np.flatnonzero(layers[stage][floor : before[here]] >= least)
-        share = int(work[-1]) * stage // sequence.num_stages
-        cut[stage] = here = int(usable[np.argmin(np.abs(work[usable] - share))])
+        far = np.abs(work[usable] - int(work[here]) * stage // (stage + 1)) + (end - start)[usable]
+        cut[stage] = here = int(usable[far.argmin()])
     return cut
 
 
@@ -193,37 +193,6 @@ def minimize_slowest_stage(sequence: CostSequence, room: int | Ints = UNLIMITED)
         else:
             found, high = better, int(sequence.stage_costs(better).max())
     return found
-
-
-def smooth(sequence: CostSequence, cut: Ints, first: int, last: int, limits: Ints, room: Ints) -> Ints:
-    """Move the cuts inside stages [first, last) to the least sum of squared stage costs.
-
-    That is to even stages and narrow boundaries; in a window round `cut`, and keeping each stage's limit of
-    cost and room of bytes at every moment, as `cut` must.
-    """
-    score, starts = np.zeros(1), cut[first : first + 1]
-    trail = []
-    for stage in range(first, last):
-        ends = cut[last : last + 1]
-        if stage + 1 < last:
-            near = int(cut[stage + 1])
-            ends = np.arange(max(near - REACH, cut[first]), min(near + REACH, cut[last]) + 1)
-        cost = sequence.end[ends][None, :] - sequence.start[starts][:, None]
-        allowed = (cost <= limits[stage]) & (starts[:, None] < sequence.before[ends][None, :])
-        for microbatches, most in zip(sequence.in_flight[:, stage].tolist(), room[:, stage], strict=True):
-            held = sequence.held(microbatches)
-            allowed &= held[ends][None, :] - held[starts][:, None] <= most
-        total = np.where(allowed, score[:, None] + cost.astype(np.float64) ** 2, np.inf)
-        parent = total.argmin(0)
-        score = total[parent, np.arange(len(ends))]
-        trail.append((starts, parent))
-        starts = ends
-    moved, here = cut.copy(), 0
-    for stage in range(last - 1, first - 1, -1):
-        starts, parent = trail[stage - first]
-        here = int(parent[here])
-        moved[stage] = starts[here]
-    return moved
 
 
 def _range_max(values: Ints, low: Ints, high: Ints) -> Ints:

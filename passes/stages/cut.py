@@ -7,9 +7,10 @@ lives across a cut is sent, and passed on by stages in between.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import fx
 
@@ -17,25 +18,16 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.nodes import info, wants_gradient, where
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
-from autoptd.passes.stages.choice import Choice, Pipeline, choose_cut
+from autoptd.passes.stages.choice import Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
 from autoptd.passes.stages.fused_order import FusedOrder
+from autoptd.passes.stages.solver import Cut
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.program.manifest import Boundary
 from autoptd.runtime.program.schedule import make_schedule
 
 MAX_CUT_ATTEMPTS = 8
 Made = TypeVar("Made")
-
-
-class Found(NamedTuple):
-    """The positions of a cut, a line for the log, whether it fits, and the bytes that each pipeline rank holds, as the
-    cut counts them where there is a limit."""
-
-    positions: tuple[int, ...]
-    entry: str
-    fits: bool = True
-    held: Sequence[int] = ()
 
 
 def find_cut(
@@ -46,7 +38,7 @@ def find_cut(
     num_microbatches: int | None = None,
     cluster: Cluster | None = None,
     reserved_bytes: Sequence[int] = (),
-) -> Found:
+) -> Cut:
     """Return the cut into `num_stages`, stage k for pipeline rank k mod p.
 
     Of several cuts the shortest step in `schedule` decides, with `num_microbatches` (default 8 p). The costs are times
@@ -67,26 +59,25 @@ def find_cut(
         reserved = [working + more for more in reserved_bytes or [0] * pipeline]
         memory = Memory(static, activation, alive, reserved, int(cluster.device.memory_bytes))
     times = fused_order.times(described)
-    choice = choose_cut(Pipeline(times, schedule, pipeline, m, num_stages // pipeline), memory)
-    entry = _describe(choice, pipeline, described.name)
-    return Found(choice.cut.positions, entry, not choice.cut.overflow, choice.cut.held)
+    cut = choose_cut(Pipeline(times, schedule, pipeline, m, num_stages // pipeline), memory)
+    return replace(cut, entry=_describe(cut, pipeline, described.name))
 
 
 def fit_cut(
-    find: Callable[[Sequence[int]], Found], make: Callable[[Found], tuple[Made, Sequence[int]]], limit: int
-) -> tuple[Found, Made, Sequence[int]]:
+    find: Callable[[Sequence[int]], Cut], make: Callable[[Cut], tuple[Made, Sequence[int]]], limit: int
+) -> tuple[Cut, Made, Sequence[int]]:
     """Return a cut, its program made by `make`, and the bytes of each rank: at most `limit` if such a cut is found.
 
     Otherwise return the leanest cut tried. `find` counts neither receive buffers nor everything that a backward holds:
     if the program exceeds the limit, `find` is called again with the uncounted bytes of each rank reserved. These
     belong to one cut, and another may hold less: if no cut has so much room, half of the addition is tried.
     """
-    made: dict[tuple[int, ...], tuple[Found, Made, Sequence[int]]] = {}
+    made: dict[tuple[int, ...], tuple[Cut, Made, Sequence[int]]] = {}
     reserved: Sequence[int] = ()
     above: Sequence[int] = ()  # for which there is no cut
     for _ in range(MAX_CUT_ATTEMPTS):
         found = find(reserved)
-        if made and not found.fits:
+        if made and found.overflow:
             above = reserved
         else:
             known = reserved or [0] * len(found.held)
@@ -94,7 +85,7 @@ def fit_cut(
             if fresh:
                 made[found.positions] = found, *make(found)
                 memory = made[found.positions][2]
-            if max(memory) <= limit or not found.fits or not (fresh or above):
+            if max(memory) <= limit or found.overflow or not (fresh or above):
                 break
         if above:
             reserved = [(low + high) // 2 for low, high in zip(known, above, strict=True)]
@@ -180,12 +171,11 @@ def make_boundary(node: fx.Node) -> Boundary:
     return Boundary(str(node.target), tuple(value.shape), value.dtype, wants_gradient(node), placement)
 
 
-def _describe(choice: Choice, pipeline: int, name: str) -> str:
-    cut = choice.cut
+def _describe(cut: Cut, pipeline: int, name: str) -> str:
     mean = sum(cut.stage_costs) / pipeline
     return (
         f"cut_stages {len(cut.stage_costs)} stages on {pipeline} pipeline ranks, the slowest "
         f"{cut.bottleneck / 1e6:.3g} ms of forward and backward a microbatch on {name}: "
-        f"{cut.bottleneck / mean:.3f} of the mean, {cut.gap:.1%} above the lower bound ({choice})"
+        f"{cut.bottleneck / mean:.3f} of the mean, {cut.gap:.1%} above the lower bound ({cut.method})"
         + (f"; {cut.overflow}" if cut.overflow else "")
     )

@@ -82,7 +82,7 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
     find_cut(fused_order, num_stages=stages, num_microbatches=m)
     wall, cpu = time.perf_counter() - start, time.process_time() - busy
     cuts = Cuts(program, "full", m, row.chunks)
-    choice = choose_cut(cuts.pipeline, None)
+    cut = choose_cut(cuts.pipeline, None)
     uniform = uniform_positions(cuts.row, stages)
     even = cut_sequence(
         cuts.times.costs, cuts.times.boundary_costs, num_stages=stages, num_pipeline_ranks=row.pipeline, effort=0.0
@@ -91,7 +91,7 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
         cuts.times.costs, cuts.times.boundary_costs, num_stages=stages, num_pipeline_ranks=row.pipeline,
         stage_ceiling=None, effort=LONG_EFFORT,
     )  # fmt: skip
-    cut, bound = choice.cut, choice.cut.lower_bound
+    bound = cut.lower_bound
     return (
         row.name,
         f"{row.pipeline} x {row.chunks}",
@@ -111,10 +111,10 @@ def measure_model(case: Case) -> tuple[object, ...]:
     cells: list[str] = []
     for p in RANKS:
         cuts = Cuts(replace(program, mesh=Mesh(1, p, 1)), "none", 8 * p, 1)
-        choice = choose_cut(replace(cuts.pipeline, schedule="1f1b"), None)
+        cut = choose_cut(replace(cuts.pipeline, schedule="1f1b"), None)
         uniform = uniform_positions(cuts.row, p)
-        slowest = cuts.slowest(uniform) / choice.cut.bottleneck
-        cells += [f"{slowest:.2f}", f"{cuts.step(uniform) / cuts.step(choice.cut.positions):.2f}"]
+        slowest = cuts.slowest(uniform) / cut.bottleneck
+        cells += [f"{slowest:.2f}", f"{cuts.step(uniform) / cuts.step(cut.positions):.2f}"]
     return (case.name, *cells)
 
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from autoptd import compiler
 from autoptd.passes.ir.nodes import info
-from autoptd.passes.stages.cut import Found
 from autoptd.passes.stages.fused_order import FusedOrder
+from autoptd.passes.stages.solver import Cut
 from autoptd.passes.structure.linear_order import Row
 
 
@@ -32,10 +32,10 @@ def uniform_positions(row: Row, num_stages: int) -> list[int]:
     return [max(i for i in range(1, at + 1) if fit[i]) for at in wanted]
 
 
-def find_uniform_cut(fused_order: FusedOrder, *, num_stages: int, **_: Any) -> Found:
+def find_uniform_cut(fused_order: FusedOrder, *, num_stages: int, **_: Any) -> Cut:
     """In the place of `find_cut`."""
     positions = tuple(uniform_positions(fused_order.row, num_stages))
-    return Found(positions, f"cut_stages {num_stages} stages by layers", True, ())
+    return Cut(positions, (), 0, 0, "by layers", (), entry=f"cut_stages {num_stages} stages by layers")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 import autoptd
 from autoptd import Cluster
 from autoptd.compiler import fit_program
-from autoptd.passes.stages.cut import Found
+from autoptd.passes.stages.solver import Cut
 from samples.gpt import GPT, GPTConfig
 
 LAPTOP = Cluster.load("laptop-cpu")
@@ -48,13 +48,13 @@ def test_reserved_bytes_are_those_of_each_cut(limit: int, expected: str) -> None
     cuts = {"quick": (90, 29), "middling": (80, 21), "lean": (79, 17)}
     places: dict[tuple[int, ...], str] = {(number,): cut for number, cut in enumerate(cuts)}
 
-    def find(reserved: Sequence[int]) -> Found:
+    def find(reserved: Sequence[int]) -> Cut:
         more = max(reserved, default=0)
         fitting = [place for place, cut in places.items() if cuts[cut][0] + more <= limit]
         place = fitting[0] if fitting else (2,)
-        return Found(place, "", bool(fitting), [cuts[places[place]][0]])
+        return Cut(place, (), 0, 0, "", [cuts[places[place]][0]], overflow="" if fitting else "none fits")
 
-    def finish(found: Found) -> Any:
+    def finish(found: Cut) -> Any:
         counted, more = cuts[places[found.positions]]
         memory = [counted + more]
         return SimpleNamespace(simulate=lambda cluster: SimpleNamespace(memory_bytes=memory))

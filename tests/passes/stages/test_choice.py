@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from autoptd.passes.cost.schedule_times import ActionTimes, live_microbatches, walk, walking_order
-from autoptd.passes.stages.choice import SEARCHES, Choice, ItemTimes, Pipeline, choose_cut
+from autoptd.passes.stages.choice import SEARCHES, ItemTimes, Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
-from autoptd.passes.stages.solver import cut_sequence
+from autoptd.passes.stages.solver import Cut, cut_sequence
 from autoptd.runtime.program.schedule import Kind, make_schedule
 
 
@@ -29,7 +29,7 @@ def make_times(layers: int, head: int, seed: int = 0) -> ItemTimes:
     return ItemTimes(forward, [2 * time for time in forward], tolls, tolls, may_cut, parted)
 
 
-def choose(times: ItemTimes, p: int, v: int, m: int, schedule: str = "interleaved_1f1b") -> Choice:
+def choose(times: ItemTimes, p: int, v: int, m: int, schedule: str = "interleaved_1f1b") -> Cut:
     return choose_cut(Pipeline(times, schedule, p, m, v), None)
 
 
@@ -66,7 +66,7 @@ def test_steps_are_those_of_the_schedule(schedule: str, p: int, v: int, m: int) 
 @pytest.mark.parametrize("v", [1, 2])
 def test_a_long_step_goes_on_as_its_middle(head: int, v: int) -> None:
     times, p, m = make_times(16, head), 4, 64
-    cut = choose(times, p, v, m).cut.positions
+    cut = choose(times, p, v, m).positions
     (step,) = Pipeline(times, "interleaved_1f1b", p, m, v).of_cuts(np.array([cut])).tolist()
     assert step == pytest.approx(walk_cut(times, cut, "interleaved_1f1b", p, m, v), rel=0.02)
 
@@ -80,13 +80,13 @@ def test_no_candidate_has_a_shorter_step(head: int, p: int, v: int) -> None:
         options: Any = {"num_stages": p * v, "num_pipeline_ranks": p}
         cut = cut_sequence(times.costs, times.boundary_costs, stage_ceiling=ceiling, effort=effort, **options)
         assert choice.step <= walk_cut(times, cut.positions, "interleaved_1f1b", p, m, v)
-    assert choice.step == walk_cut(times, choice.cut.positions, "interleaved_1f1b", p, m, v)
-    tolls = [times.boundary_costs[at] or 0 for at in choice.cut.positions]
-    ends = (0, *choice.cut.positions, len(times.costs))
+    assert choice.step == walk_cut(times, choice.positions, "interleaved_1f1b", p, m, v)
+    tolls = [times.boundary_costs[at] or 0 for at in choice.positions]
+    ends = (0, *choice.positions, len(times.costs))
     stages = [sum(times.costs[a:b]) for a, b in itertools.pairwise(ends)]
     charged = [cost + before + behind for cost, before, behind in zip(stages, [0, *tolls], [*tolls, 0], strict=True)]
-    assert list(choice.cut.stage_costs) == charged
-    assert choice.cut.bottleneck == max(sum(charged[rank::p]) for rank in range(p)) >= choice.cut.lower_bound
+    assert list(choice.stage_costs) == charged
+    assert choice.bottleneck == max(sum(charged[rank::p]) for rank in range(p)) >= choice.lower_bound
 
 
 def test_few_items_are_cut_within_little_of_the_best() -> None:
@@ -107,14 +107,14 @@ def test_a_heavy_head_has_a_rank_of_small_stages_beside_it() -> None:
     even = cut_sequence(times.costs, times.boundary_costs, num_stages=4, num_pipeline_ranks=p, effort=0.0)
     choice = choose(times, p, 2, 16)
     assert choice.step < 0.95 * walk_cut(times, even.positions, "interleaved_1f1b", p, 16, 2)
-    assert choice.cut.stage_costs[1] < min(choice.cut.stage_costs[::2])
-    assert "chosen by its step" in str(choice)
+    assert choice.stage_costs[1] < min(choice.stage_costs[::2])
+    assert "chosen by its step" in choice.method
 
 
 def test_one_chunk_a_rank_needs_no_steps() -> None:
     choice = choose(make_times(8, 300), 4, 1, 16)
-    assert (choice.step, choice.cut.method) == (0, "dynamic programme, exact")
-    assert choice.cut.bottleneck == choice.cut.lower_bound
+    assert (choice.step, choice.method) == (0, "dynamic programme, exact")
+    assert choice.bottleneck == choice.lower_bound
 
 
 @pytest.mark.parametrize("slack", [0, 40])
@@ -122,8 +122,8 @@ def test_moves_stay_in_memory(slack: int) -> None:
     times, p, v, m = make_times(14, 300), 2, 2, 8
     moments = live_microbatches(make_schedule("interleaved_1f1b", p, m, v), p * v)
 
-    def fullest(choice: Choice) -> int:
-        ends = (0, *choice.cut.positions, len(times.forward))
+    def fullest(choice: Cut) -> int:
+        ends = (0, *choice.positions, len(times.forward))
         items = [b - a for a, b in itertools.pairwise(ends)]
         held = [[n * (3 + alive) for n, alive in zip(items, row, strict=True)] for row in moments]
         return max(sum(row[rank::p]) for row in held for rank in range(p))
@@ -132,7 +132,7 @@ def test_moves_stay_in_memory(slack: int) -> None:
     limit = free - 60 + slack
     memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p, limit)
     bound = choose_cut(Pipeline(times, "interleaved_1f1b", p, m, v), memory)
-    assert not bound.cut.overflow
+    assert not bound.overflow
     assert fullest(bound) <= limit < free
 
 
@@ -144,6 +144,6 @@ def test_where_no_candidate_fits_the_fastest_is_taken_and_says_so(v: int, words:
     memory = Memory([3] * len(times.forward), [1] * len(times.forward), moments, [0] * p, 10)
     bound = choose_cut(Pipeline(times, "interleaved_1f1b", p, m, v), memory)
     free = choose(times, p, v, m)
-    assert not free.cut.overflow
-    assert bound.cut.overflow.startswith(words)
-    assert (bound.cut.positions, bound.step) == (free.cut.positions, free.step)
+    assert not free.overflow
+    assert bound.overflow.startswith(words)
+    assert (bound.positions, bound.step) == (free.positions, free.step)

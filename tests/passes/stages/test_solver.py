@@ -157,10 +157,10 @@ def test_memory_of_chunks_is_never_exceeded(sequence: tuple[list[int], Tolls], d
 
 def test_equal_bottlenecks_go_to_even_stages_and_narrow_cuts() -> None:
     # The item of 100 decides; the rest is cut in the middle, where it is narrow.
-    cut = cut_sequence([100, *[10] * 8], [1] * 9, num_stages=3, num_pipeline_ranks=3)
-    assert cut.positions == (1, 5)
-    cut = cut_sequence([100, *[10] * 8], [1, 1, 9, 9, 9, 9, 1, 9, 9], num_stages=3, num_pipeline_ranks=3)
-    assert cut.positions == (1, 6)
+    cut = cut_sequence([*[10] * 8, 100], [1] * 9, num_stages=3, num_pipeline_ranks=3)
+    assert cut.positions == (4, 8)
+    cut = cut_sequence([*[10] * 8, 100], [9, 9, 9, 1, 9, 9, 9, 9, 1], num_stages=3, num_pipeline_ranks=3)
+    assert cut.positions == (3, 8)
 
 
 def test_the_cheapest_of_equal_places_is_taken() -> None:
