@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # private, with no p
 
 from autoptd.capture.source_lines import user_line
 from autoptd.passes.ir.nodes import aten_name, walk
+from autoptd.passes.normal_form.writer import is_mutation
 
 # Functions that give Python a value, as branches do.
 READS = {
@@ -115,10 +116,10 @@ def _evaluate(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 def _find_sources(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that the value of `node` depends on, in order: also those that write to one of these."""
     found = set(walk([node], _read_by))
-    writes = [n for n in node.graph.nodes if isinstance(n.target, OpOverload) and n.target._schema.is_mutable]
+    writes = [n for n in node.graph.nodes if is_mutation(n.target)]
     while True:
-        held = {_find_viewed(n) for n in found}
-        more = [n for n in writes if n not in found and held & {*map(_find_viewed, n.all_input_nodes)}]
+        held = set().union(*map(find_memory, found))
+        more = [n for n in writes if n not in found and held & set().union(*map(find_memory, n.all_input_nodes))]
         if not more:
             return sorted(found)
         found |= set(walk(more, _read_by))
@@ -131,10 +132,6 @@ def _read_by(node: fx.Node) -> Iterator[fx.Node]:
     yield from node.all_input_nodes[int(made) : 1 if name in LIKE_SECOND else None]
 
 
-def _find_viewed(node: fx.Node) -> fx.Node:
-    """Return the value that `node` is a view of, or was written to; else itself."""
-    while isinstance(node.target, OpOverload) and (returns := node.target._schema.returns):
-        if returns[0].alias_info is None or not node.all_input_nodes:
-            break
-        node = node.all_input_nodes[0]
-    return node
+def find_memory(node: fx.Node) -> set[int]:
+    """Return what tells the memory of a value, which its views share, from that of others."""
+    return {x.untyped_storage()._cdata for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)}
