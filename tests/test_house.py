@@ -106,7 +106,6 @@ OPERATOR_TABLES = {
         *("passes/normal_form/writer.py: _SCATTERS", "passes/normal_form/operator_rewrites.py: RULES"),
     },
     "a reader of one pattern": {"passes/fusion/activations.py: ANALYTIC"},
-    "gone before any pass that reads the records": {"passes/normal_form/normalize.py: _EMPTY"},
     "the user's calls, before there is a graph": {
         *("autoptd/capture/eval_mode.py: DROPPING", "autoptd/verification/float64.py: LITERALS")
     },

@@ -26,11 +26,6 @@ from autoptd.runtime.kernels.autograd_function import AutogradFunction
 from autoptd.runtime.program.placement import Parameter
 
 _DEVICE_ARGUMENTS = ("device", "pin_memory", "layout", "non_blocking")
-_EMPTY = {
-    *(aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default),
-    *(aten._assert_tensor_metadata.default, aten.sym_constrain_range.default),
-    aten.sym_constrain_range_for_size.default,
-}
 
 
 @dataclass(frozen=True)
@@ -119,8 +114,6 @@ class Normalizer(Writer):
 
     def _rewrite(self, node: fx.Node, values: dict[Any, Any], scope: Scope) -> None:
         target = node.target
-        if target in _EMPTY:
-            return
         if "functorch" in (getattr(target, "__module__", None) or ""):
             raise ValueError(
                 f"{where(node)}: a transform of torch.func, such as vmap, is not supported in forward; write it with "
