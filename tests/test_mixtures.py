@@ -374,3 +374,27 @@ def test_dropout_of_sorted_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kind, "_apply_gate", lambda own, x: functional.dropout(gate(own, x), 0.1, own.training))
     with pytest.raises(ValueError, match=r"moe.py:\d+.* is over \[32, 40\], rows in the order of their experts"):
         compile_tokens(model, (2, 1, 1))
+
+
+class Sorted(Mixture):
+    """Rows sorted by expert, and torch's grouped product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        gates, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
+        picks, order = chosen.flatten().sort()
+        ends = functional.one_hot(picks, EXPERTS).sum(0).cumsum(0, dtype=torch.int32)
+        up, down = self.up.bfloat16(), self.down.bfloat16()
+        y = functional.gelu(functional.grouped_mm(rows[order // 2].bfloat16(), up, offs=ends))
+        y = functional.grouped_mm(y, down, offs=ends) * gates.flatten()[order, None]
+        return torch.zeros_like(rows).index_add(0, order // 2, y.to(x.dtype)).view(x.shape)
+
+
+def test_rows_that_the_model_sorts_are_divided_in_width() -> None:
+    """In half precision, the only one in which torch's product is traced."""
+    torch.manual_seed(0)
+    program = compile_tokens(vary(Sorted)(), (2, 1, 1))
+    weights = [p for n, p in program.manifest.parameters.items() if n.endswith(("up", "down"))]
+    assert {p.placement["tensor"].dim for p in weights} == {1, 2}
+    program.check()
+    assert program.verify(dtype="model").passed

@@ -17,9 +17,6 @@ EQUATIONS = {
     **dict.fromkeys(("_scaled_mm", "_scaled_mm_v2"), "mk,kn->mn"),
     **{"addbmm": "bmk,bkn->mn", "cdist": "...mk,...nk->...mn"},
 }
-# A row, or an element of a sum, belongs to one group. By the dimensions of both factors.
-GROUPED_EQUATIONS = {(2, 3): "mk,gkn->mn", (3, 2): "gmk,kn->mn", (2, 2): "mk,kn->gmn", (3, 3): "gmk,gkn->gmn"}
-GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "transformers::grouped_mm_fallback")
 
 
 @dataclass(frozen=True)
@@ -135,9 +132,6 @@ def read_einsum(node: fx.Node) -> Einsum:
     name = aten_name(node.target)
     if name == "einsum":
         equation, operands = given[:2]
-    elif name in GROUPED:
-        operands = given[:2]
-        equation = GROUPED_EQUATIONS[len(shape_of(operands[0])), len(shape_of(operands[1]))]
     elif name in EQUATIONS:
         equation, first = EQUATIONS[name], int(name.startswith("add"))
         operands = given[first : first + 2]

@@ -331,6 +331,15 @@ def _route(call: Call) -> fx.Node:
     return call.emit(kernels.route, call.writer.rank, experts, number, number)
 
 
+def _grouped(call: Call) -> fx.Node | None:
+    """Write torch's product of sorted rows with a matrix for each expert as ours, which takes counts and not ends."""
+    rows, weight, ends, *rest = call.args
+    if call.given.dim() != 2 or weight.meta["val"].dim() != 3 or any(x is not None for x in rest) or call.kwargs:
+        return None
+    begins = call.derive(aten.constant_pad_nd.default, call.derive(aten.slice.Tensor, ends, 0, 0, -1), [1, 0])
+    return call.emit(kernels.grouped_linear, rows, weight, call.derive(aten.sub.Tensor, ends, begins), None, True)
+
+
 RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike have one row
     **dict.fromkeys((aten.alias, aten.lift_fresh_copy, aten.lift_fresh), lambda call: call.source),
     **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), _cast),
@@ -353,6 +362,7 @@ RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike
     # Without `cudnn_enable`, which differs by machine and means nothing to the operator.
     aten.layer_norm.default: lambda call: call.emit(aten.layer_norm.default, *call.args[:5]),
     kernels.route: _route,
+    aten._grouped_mm.default: _grouped,
     aten.embedding.default: _embedding,
     aten.embedding_bag: _embedding_bag,
     aten.mul.Tensor: _neutral(1),

@@ -42,7 +42,9 @@ def _route_axes(axis_map: AxisMap, node: fx.Node) -> tuple[ax.Axes, ax.Axes]:
 
 
 def _dispatch_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
-    return (*axis_map.of(node.args[1]), axis_map.of(node.args[0])[1])
+    tokens, inner = axis_map.of(node.args[0])
+    ax.block(tokens, f"{called(node)} picks from it")
+    return (*axis_map.of(node.args[1]), inner)
 
 
 def _linear_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
@@ -52,6 +54,8 @@ def _linear_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     inner, outer = weight[product.contracted], weight[3 - product.contracted]
     (experts,) = axis_map.of(node.args[2])
     ax.unify(experts, weight[0])
+    if ax.find(rows[0]).kind != "ragged":
+        ax.block(experts, f"{called(node)} takes rows that the model has sorted")
     ax.unify(rows[1], inner)
     if product.bias is None:
         axis_map.sum_over(node, inner)
@@ -177,7 +181,7 @@ def _expect_rows(node: fx.Node, value: Value) -> Number:
     _, chosen, number, _ = route.args
     (tokens, slots), (own,) = value.shape(chosen), value.shape(counts)
     if getattr(own, "is_number", True):
-        return -(-tokens * slots * own // number)
+        return -(-tokens * min(slots, number) * own // number)
     return tokens * slots / own.as_numer_denom()[1]  # E, or E / t
 
 

@@ -89,14 +89,6 @@ torch.library.impl(LIBRARY, "hidden", "Meta")(lambda x, y: x.new_empty(len(x), y
             call(aten.conv1d.default, tensor(2, 64, 9), tensor(32, 64, 3), result=tensor(2, 32, 7)),
             2 * (2 * 7) * 32 * (64 * 3),
         ),
-        (  # each row has one expert
-            call(aten._grouped_mm.default, ROWS, tensor(5, 64, 3), OFFSETS, result=tensor(8, 3)),
-            2 * 8 * 64 * 3,
-        ),
-        (  # the gradient of the experts: each row belongs to one sum
-            call(aten._grouped_mm.default, ROWS.t(), tensor(8, 3), OFFSETS, result=tensor(5, 64, 3)),
-            2 * 8 * 64 * 3,
-        ),
         (
             call(torch.ops.losses_test.hidden.default, ROWS, tensor(64, 3), result=tensor(8, 3)),
             8 * 64,  # elementwise
@@ -124,13 +116,6 @@ torch.library.impl(LIBRARY, "hidden", "Meta")(lambda x, y: x.new_empty(len(x), y
 )
 def test_flops(node: fx.Node, flops: int) -> None:
     assert forward_work(node).flops == flops
-
-
-def test_experts_cost_the_same_by_whatever_operator_transformers_multiplies() -> None:
-    pytest.importorskip("transformers.integrations.moe")
-    arguments, result = (ROWS, tensor(5, 64, 3), OFFSETS), tensor(8, 3)
-    fallback = forward_work(call(torch.ops.transformers.grouped_mm_fallback.default, *arguments, result=result))
-    assert fallback == forward_work(call(aten._grouped_mm.default, *arguments, result=result))
 
 
 @pytest.mark.parametrize(
