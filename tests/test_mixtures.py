@@ -22,6 +22,7 @@ from autoptd.text.recorder import RecordingError
 from autoptd.verification import float64
 from autoptd.verification.step import widen
 from samples.attention_coverage import randomize
+from samples.wild import habits
 from samples.wild.decoder import HIDDEN
 from samples.wild.habits import EXPERTS, Mixture, vary
 from samples.wrong_gradients import rewrite
@@ -374,6 +375,168 @@ def test_dropout_of_sorted_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kind, "_apply_gate", lambda own, x: functional.dropout(gate(own, x), 0.1, own.training))
     with pytest.raises(ValueError, match=r"moe.py:\d+.* is over \[32, 40\], rows in the order of their experts"):
         compile_tokens(model, (2, 1, 1))
+
+
+class Looped(Summed):
+    """The tokens of each expert, in ways that people pick them and put their rows back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        gates, chosen = self.router(rows).softmax(-1).topk(2, dim=-1)
+        result: Tensor = self.mix(rows, gates, chosen)
+        return result.view(x.shape)
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Mixtral(Looped):
+    """As in transformers before version 5; so are Qwen3-MoE and OLMoE."""
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        mask, out = functional.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            slots, tokens = torch.where(mask[e])
+            rows = expert(x[None, tokens].reshape(-1, HIDDEN)) * gates[tokens, slots, None]
+            out.index_add_(0, tokens, rows.to(x.dtype))
+        return out
+
+
+class Deepseek(Looped):
+    """As in the code published with DeepSeek-V2; all tokens have the first expert besides."""
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        repeated, chosen = x.repeat_interleave(2, 0), chosen.flatten()
+        out = torch.empty_like(repeated)
+        for e, expert in enumerate(self.experts):
+            out[chosen == e] = expert(repeated[chosen == e])
+        result: Tensor = (out.view(*gates.shape, -1) * gates.unsqueeze(-1)).sum(1) + self.experts[0](x)
+        return result
+
+
+class Nonzero(Looped):
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        out, weights = torch.zeros_like(x), torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, gates)
+        for e, expert in enumerate(self.experts):
+            tokens = (weights[:, e] > 0).nonzero().squeeze(-1)
+            out = out.index_add(0, tokens, weights[tokens, e, None] * expert(x[tokens]))
+        return out
+
+
+class Added(Looped):
+    """Onto what is there already, behind a norm of each row."""
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        out = x.clone()
+        for e, expert in enumerate(self.experts):
+            tokens, slots = torch.where(chosen == e)
+            out[tokens] += gates[tokens, slots, None] * functional.layer_norm(expert(x[tokens]), (HIDDEN,))
+        return out
+
+
+class Rewritten(Looped):
+    """What rows are taken from, or put into, changes in between, or what was there."""
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        x, out = x.clone(), torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tokens, slots = torch.where(chosen == e)
+            rows, old = x[tokens], out[tokens]
+            x.mul_(0.9)
+            (out.add_(x) if e % 2 else old.mul_(0.5))
+            out[tokens] = old + gates[tokens, slots, None] * expert(rows)
+        return out
+
+
+class TopOne(Looped):
+    """One expert for each token, up to a capacity (Switch), found in the two dimensions of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.router(x).softmax(-1).max(-1)
+        mask = functional.one_hot(chosen, EXPERTS)
+        mask = mask * (mask.cumsum(1) <= 3)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            own = mask[..., e] == 1
+            out[own] = expert(x[own]) * gates[own].unsqueeze(-1)
+        return out
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mesh", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (2, 2, 1)])
+@pytest.mark.parametrize("mixture", [Mixtral, Deepseek, Nonzero, Added, Rewritten, TopOne])
+def test_loops_over_the_tokens_of_each_expert_are_divided_in_width(
+    mixture: type[nn.Module], mesh: tuple[int, int, int]
+) -> None:
+    """No more rows are multiplied than an expert has; a bias, or a norm, is added to whole rows."""
+    torch.manual_seed(0)
+    program = compile_tokens(vary(mixture)(), mesh)
+    assert divided_dims(program) == {0, 1, None}
+    assert "".join(program.texts).count("kernels.grouped_linear(") == 2 * 2 * EXPERTS
+    verify_exactly(program)
+
+
+def test_partial_sums_of_a_loop_are_reduced_once() -> None:
+    torch.manual_seed(0)
+    program = compile_tokens(vary(habits.Looped)(), (2, 1, 1))
+    assert any("5 all-reduces forward" in line for line in program.log)
+    verify_exactly(program)
+
+
+class Refused(Looped):
+    """One way of many in which not each row stands for itself, or a token may have several."""
+
+    way: Any = None
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tokens, slots = torch.where(chosen == e)
+            out = out.index_add(0, *self.way(tokens, slots, expert(x[tokens])))
+        return out
+
+
+WAYS: dict[str, Any] = {
+    "rows meet in a mean": lambda own, tokens, slots, rows: (tokens, rows - rows.mean(0)),
+    "rows meet in a norm": lambda own, tokens, slots, rows: (tokens, functional.layer_norm(rows, rows.shape)),
+    "rows are counted": lambda own, tokens, slots, rows: (tokens, rows * rows.shape[0]),
+    "the first row is left out": lambda own, tokens, slots, rows: (tokens[1:], rows[1:]),
+    "rows are put to the slots": lambda own, tokens, slots, rows: (slots, rows),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loop_in_which_rows_do_not_stand_for_themselves_is_refused(way: str) -> None:
+    with pytest.raises(ValueError, match=r"where\.default makes a number or size from a tensor's values"):
+        compile_tokens(vary(type("Own", (Refused,), {"way": WAYS[way]}))(), (1, 1, 1))
+
+
+class AtOnce(Looped):
+    """The rows of all experts, of which a token has several."""
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        weights = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, gates)
+        tokens, experts = torch.where(weights > 0)
+        rows = self.experts[0](x[tokens]) * weights[tokens, experts, None]
+        return torch.zeros_like(x).index_add(0, tokens, rows)
+
+
+class OtherMask(Looped):
+    """A mask that is written twice, and means something else the second time."""
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        out, first = torch.zeros_like(x), (chosen := chosen.clone())[:, 0]
+        for e, expert in enumerate(self.experts):
+            rows = expert(x[first == e])
+            chosen.remainder_(EXPERTS)
+            out[first == e] = rows
+        return out
+
+
+@pytest.mark.parametrize("mixture", [AtOnce, OtherMask])
+def test_a_loop_over_masks_that_may_have_more_rows_is_refused(mixture: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match="makes a number or size from a tensor's values"):
+        compile_tokens(vary(mixture)(), (1, 1, 1))
 
 
 class Sorted(Mixture):

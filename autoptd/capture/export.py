@@ -15,13 +15,14 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only  # private, with no public twin
+from torch.utils._pytree import tree_map_only  # private, with no public twin
 
 from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
 from autoptd.capture.custom_autograd import FunctionError, Functions, write_functions
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import ExampleInputs, read_examples
+from autoptd.capture.expert_loops import bound_rows, depends_on_data
 from autoptd.capture.experts import write_experts
 from autoptd.capture.fake_module import copy_structure, make_mode, make_twin, run_without_data
 from autoptd.capture.flex_attention import FlexError
@@ -146,6 +147,8 @@ def _export(objective: Objective, values: tuple[Tensor, ...], functions: Functio
         # Torch warns of our wrapper, and of harmless writes; `_name_tensors` refuses the others.
         warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
         exported = torch.export.export(objective, values, strict=False)
+        _drop_checks(exported.graph)
+        bound_rows(exported.graph)
         write_functions(exported.graph_module)
         return exported
 
@@ -255,7 +258,6 @@ def _named_tensors(model: nn.Module, loss_fn: object) -> Iterator[tuple[str, Ten
 def _build_graph(exported: ExportedProgram, tensors: _Tensors, objective: Objective) -> fx.Graph:
     """Rewrite the exported graph: inputs under their own names, tensors as get_attr at first use."""
     inputs = [node for node, spec in _placeholders(exported) if spec.kind is InputKind.USER_INPUT]
-    _drop_checks(exported.graph)
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     attributes: dict[str, fx.Node] = {}
     for placeholder, value in zip(inputs, objective.inputs, strict=True):
@@ -295,8 +297,7 @@ def _drop_checks(graph: fx.Graph) -> None:
 
 def _check_value(node: fx.Node, model: nn.Module) -> None:
     """Raise ValueError for a number or size that depends on data, such as the length of a list made from a tensor."""
-    results = tree_leaves(node.meta["val"])
-    if any(isinstance(x, NUMBERS) for value in results for x in (value, *getattr(value, "shape", ()))):
+    if depends_on_data(node):
         raise ValueError(
             f"{where(node)}: {node.target} makes a number or size from a tensor's values, but sizes may not change "
             f"with the batch; keep the number in a tensor, or take it from shapes or the config{find_way(model)}"

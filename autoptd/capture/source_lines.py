@@ -23,12 +23,12 @@ def user_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
     return ""
 
 
-def user_frame() -> tuple[FrameType | None, set[str]]:
-    """Return the innermost running frame outside torch and this package, and the names of the functions within it."""
+def user_frame() -> tuple[FrameType | None, list[str]]:
+    """Return the innermost running frame outside torch and this package, and the functions within, outermost last."""
     frame: FrameType | None = sys._getframe(1)
-    calls = set()
+    calls = []
     while frame is not None and is_foreign(frame.f_code.co_filename):
-        calls.add(frame.f_code.co_name)
+        calls.append(frame.f_code.co_name)
         frame = frame.f_back
     return frame, calls
 

@@ -41,15 +41,14 @@ def explain(error: Exception, objective: Objective, run: Callable[[], object]) -
 
 
 def find_way(model: nn.Module) -> str:
-    """Return how experts that loop over their tokens are written for any tokens, where `model` has experts."""
+    """Return how a loop over experts is written for any tokens, where `model` has experts."""
     named = (item for module in model.modules() for item in module.named_children())
     experts = next((n for n, part in named if "expert" in n.lower() and list(part.children())), None)
     if experts is None:
         return ""
     return (
-        "; for a loop over experts, let each have all tokens, weighed: weights = "
-        "torch.zeros_like(probabilities).scatter(-1, chosen, gates), and then sum(weights[..., e, None] * expert(x) "
-        f"for e, expert in enumerate(self.{experts}))"
+        f"; a loop over self.{experts} may take rows, slots = torch.where(chosen == e) of each, without asking whether "
+        "there are any, and out.index_add_(0, rows, gates[rows, slots, None] * expert(x[rows]))"
     )
 
 

@@ -249,10 +249,12 @@ def _beside(call: fx.Node, x: fx.Node) -> list[Any]:
 
 
 def _joins(localizer: Localizer, node: fx.Node) -> bool:
-    """Return whether `node`, scaled or not, is alone added to another partial sum, of the dtype of both together."""
+    """Return whether `node`, scaled or not, is alone combined, or added to another partial sum of both's dtype."""
     while len(node.users) == 1:
         (user,) = node.users
         others = _beside(user, node)
+        if user.target is kernels.combine:
+            return node is user.args[0]
         if user.target is aten.add.Tensor:
             dtype = user.meta["val"].dtype
             return any(is_lone_sum(localizer, x) and x.meta["val"].dtype == dtype for x in others)

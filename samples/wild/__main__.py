@@ -26,7 +26,7 @@ PAGE = Path(__file__).with_name("README.md")
 ABOUT = """\
 Small models in the styles of public code bases, each for a kind of thing that people write.
 
-A share above one half is work that both tensor ranks do: the norms, and the routers of mixtures, at most 0.508. Two
+A share above one half is work that both tensor ranks do: the norms, and the routers of mixtures, at most 0.510. Two
 models do more, for reasons that their programs' logs give. In "reversed gradients" (0.521) the lone linear in the
 residual stays whole, because a layer norm normalises over its result. In "a loss with its gradient in forward" (0.530)
 the head stays whole, because its logits go straight into a function with its own backward, which no rule divides.

@@ -221,7 +221,7 @@ CASES = (
     Case("a loss that enters by the backward", "DeepSeek", LossByBackward),
     Case("a loss with its gradient in forward", "Liger", GradientInForward, share=0.54),  # no rule divides the loss
     Case("a dense mixture", "transformers", vary(Mixture)),
-    Case("a mixture that loops over tokens", "Mixtral before v5", vary(Looped), refused="data|values"),
+    Case("a mixture that loops over tokens", "Mixtral before v5", vary(Looped)),
     Case("a balance loss on a module", "OLMoE", vary(KeptLoss), refused=r"balance, a tensor with a gradient"),
     Case("a number kept for a log", "nanoGPT", Logging),
     Case("a forward without gradients", "lingua", Frozen, refused="the loss has no gradient"),
