@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import argument, aten_name, info, shape_of, walk
-from autoptd.passes.ir.program import Program, split_results
+from autoptd.passes.ir.program import Program, find_trained, split_results
 from autoptd.passes.normal_form.constant_masks import MaskJudge
 from autoptd.passes.operators.table import Trait, has_trait, strip
 from autoptd.runtime import aten, kernels

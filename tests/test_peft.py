@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.work import backward_work, forward_work
-from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.program import find_trained
 from autoptd.runtime import collectives, kernels
 from autoptd.simulate.stage_times import count_flops
 from samples.gpt import GPTConfig

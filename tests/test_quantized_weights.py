@@ -16,7 +16,7 @@ import autoptd
 from autoptd.capture.quantized_modules import QuantizedLinear, read_quantized
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.work import backward_work, forward_work
-from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.program import find_trained
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.kernels.quantized_linear import dequantize
 from autoptd.runtime.weights.file_tensor import FileTensor

@@ -16,9 +16,8 @@ from typing import Any, Literal
 from torch import fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import argument, info, operator_name, where
-from autoptd.passes.ir.program import Stage, split_results
+from autoptd.passes.ir.program import Stage, find_trained, split_results
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.record import OperatorRules, Records
 from autoptd.passes.operators.table import OPERATORS, Trait, has_trait, rules_of

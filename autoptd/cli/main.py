@@ -21,7 +21,7 @@ from autoptd.cli.model_path import make_model
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.loading import load
-from autoptd.passes.cost.cluster_file import suggest
+from autoptd.passes.cost.cluster import suggest
 from autoptd.passes.recompute import MODES
 from autoptd.planning.plan import RECOMPUTE
 from autoptd.planning.search import plan

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoptd.capture.source_lines import user_line
-from autoptd.passes.cost.cluster_file import suggest
+from autoptd.passes.cost.cluster import suggest
 
 EXAMPLE = "expected module:callable, e.g. samples.gpt:make_model, that takes no arguments and returns the model"
 LIBRARIES = tuple(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "purelib"))

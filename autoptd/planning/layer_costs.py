@@ -13,7 +13,6 @@ import numpy as np
 
 from autoptd.passes.cost.durations import Durations, Seconds
 from autoptd.passes.ir.nodes import info
-from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.stages.choice import ItemTimes, Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory, fold
 from autoptd.passes.stages.cut import make_boundary, name_held
@@ -67,7 +66,7 @@ class LayerCosts:
             own = sorted({i for node in group for i in info(node).items})
             for place in (i for i in own[1:] if fused_order.may_cut[i]):
                 taken = {s for i in own if i >= place for s in self._row.items[i].all_input_nodes}
-                live = (tensor_bytes(s.meta["val"]) for s in taken if item_of.get(s, place) < place)
+                live = (s.meta["val"].nbytes for s in taken if item_of.get(s, place) < place)
                 amounts[place, 3] = scale * sum(live)
         return amounts
 

@@ -7,8 +7,7 @@ from math import prod
 from autoptd.passes.cost.cluster import ITEM_BYTES
 from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.schedule_times import live_microbatches
-from autoptd.passes.ir.gradients import find_reached, find_trained
-from autoptd.passes.ir.program import Stage, split_results
+from autoptd.passes.ir.program import Stage, find_reached, find_trained, split_results
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.runtime.program.manifest import Manifest

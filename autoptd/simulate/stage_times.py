@@ -14,9 +14,8 @@ from autoptd.passes.cost.cluster import Cluster, Device
 from autoptd.passes.cost.durations import Durations, Precision, Seconds
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
-from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import info, results_of, shaping_arguments
-from autoptd.passes.ir.program import Stage, recomputed_groups
+from autoptd.passes.ir.program import Stage, find_trained, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.mesh import Mesh

@@ -14,9 +14,8 @@ from torch import Tensor, UntypedStorage, fx
 from autoptd.options import check_counts
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
-from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import info, shaping_arguments
-from autoptd.passes.ir.program import Stage, tensor_bytes
+from autoptd.passes.ir.program import Stage, find_trained
 from autoptd.passes.operators.quantities import Number, Sizes, local_sizes, tensor_arguments
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols, symbol
 from autoptd.runtime.collectives import copied_linears
@@ -208,12 +207,12 @@ def _list_kept(stage: Stage, ledger: Ledger, sizes: Sizes) -> Iterator[tuple[fx.
     homes: dict[UntypedStorage, tuple[fx.Node, Tensor]] = {}
     for node in (node for node in stage.graph.nodes if node.op != "output"):
         for tensor in ledger.tensors(node):
-            if tensor_bytes(tensor) == tensor.untyped_storage().nbytes() or node.op == "placeholder":
+            if tensor.nbytes == tensor.untyped_storage().nbytes() or node.op == "placeholder":
                 homes.setdefault(tensor.untyped_storage(), (node, tensor))
     for node, kept in ledger.first_kept():
         for storage in kept:
             home, tensor = homes.get(storage) or ledger.first_saved[storage]
-            times, rest = divmod(storage.nbytes(), max(1, tensor_bytes(tensor)))
+            times, rest = divmod(storage.nbytes(), max(1, tensor.nbytes))
             shape = _name_shape(tensor, [home, *tensor_arguments(home)], sizes)
             yield node, storage.nbytes() if rest else times * tensor.element_size() * prod(shape)
 

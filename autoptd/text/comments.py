@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.nodes import info, results_of
-from autoptd.passes.ir.program import Stage, tensor_bytes
+from autoptd.passes.ir.program import Stage
 from autoptd.runtime import collectives
 from autoptd.runtime.collectives import COPIED
 from autoptd.runtime.program.placement import REPLICATE, AxisPlacement, Ragged
@@ -56,7 +56,7 @@ def write_communication(node: fx.Node, tensor: int) -> str:
     if tensor == 1 or not own or isinstance(node.target, torch._ops.OpOverload):
         return ""
     if node.target is collectives.copy_to_tensor:  # f: identity forward
-        return f"backward: all-reduce, {write_bytes(tensor_bytes(value))} over tensor"
+        return f"backward: all-reduce, {write_bytes(value.nbytes)} over tensor"
     work = forward_work(node)
     kind = "all-reduce" if work.reduced else "all-gather"
     kind = "reduce-scatter" if node.target is collectives.reduce_scatter else kind
@@ -67,7 +67,7 @@ def write_hidden(node: fx.Node, tensor: int) -> str:
     """Write what the call's backward sends to the other tensor ranks while it computes; empty if nothing."""
     if tensor == 1 or node.target not in COPIED:
         return ""
-    size, gathered = tensor_bytes(node.args[1].meta["val"]), node.kwargs.get("gathered")  # type: ignore[union-attr]
+    size, gathered = node.args[1].meta["val"].nbytes, node.kwargs.get("gathered")  # type: ignore[union-attr]
     kind = "all-gather and reduce-scatter, each" if gathered else "all-reduce,"
     whose = "the weights' gradients" if node.target is collectives.copied_linears else "the weight's gradient"
     return f"backward: {kind} {write_bytes(size * tensor if gathered else size)} over tensor, beside {whose}"

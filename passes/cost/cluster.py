@@ -1,24 +1,31 @@
-"""A cluster as numbers read from a TOML file (devices, nodes, network), and the time of work and messages on it."""
+"""A cluster as numbers read from a TOML file (devices, nodes, network), and the time of work and messages on it.
+
+Impossible values are refused by name, and each is written with its source.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
+import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from math import ceil, prod
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
-from autoptd.passes.cost.cluster_file import check_values, suggest, write_tables
 from autoptd.passes.cost.work import Product, Work
 from autoptd.runtime.program.manifest_json import decode
 
 SHIPPED = Path(__file__).parent / "clusters"
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp4": 0.5}
 ELEMENT_FLOPS = 20  # of an element of an elementwise kernel: an exponential and some arithmetic
+SMALLEST, LARGEST = 1e-30, 1e30  # bounds of a value, so that no time vanishes or overflows
 SMALLEST_TILE = 2**12  # elements of a GEMM's result: smaller tiles are not worth their loads
 
 
@@ -244,3 +251,47 @@ def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
     one, other = ([side >> halvings for halvings in range(side.bit_length())] for side in (rows, columns))
     tiles = {*itertools.product(one, other), *itertools.product(other, one)}
     return tuple(sorted(tile for tile in tiles if prod(tile) >= min(SMALLEST_TILE, rows * columns)))
+
+
+# The file
+
+
+def check_values(record: Any, place: str) -> None:
+    """Raise ValueError for the first number in a dataclass or mapping that is out of bounds and not its default."""
+    for name, value in (record if isinstance(record, Mapping) else vars(record)).items():
+        if isinstance(value, Mapping) or is_dataclass(value):
+            check_values(value, f"{place}: {name}")
+        elif not isinstance(value, str) and value != getattr(type(record), name, None):
+            noun, most = ("share", 1.0) if name.endswith("efficiency") else ("number", LARGEST)
+            if not SMALLEST <= value <= most:
+                bounds = f"from {SMALLEST:g} to {most:g}"
+                raise ValueError(f"{place}: {name} is {value!r}, expected a {noun} above 0, {bounds}")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean x?)" if one of `known` resembles `name`, else ""."""
+    near = get_close_matches(name, list(known), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def write_tables(record: Any, source: str, others: Mapping[str, str], place: str = "") -> Iterator[str]:
+    """Yield the lines of a dataclass as TOML: its own values first, then a table for each dataclass or mapping in it.
+
+    A value's source is in `others` by its name, or by its table's, or it is `source`. A 0 is left out: no file has one.
+    """
+    values = {k: v for k, v in (record if isinstance(record, Mapping) else vars(record)).items() if v != 0}
+    tables = {k: value for k, value in values.items() if isinstance(value, Mapping) or is_dataclass(value)}
+    if place:
+        yield f"\n[{place}]"
+    for key, value in values.items():
+        if key not in tables:
+            quoted = isinstance(value, str)
+            text = _escape(json.dumps(value, ensure_ascii=False)) if quoted else f"{value:.6g}"
+            yield f"{f'{key} = {text}':<35} # {_escape(others.get(key, source))}"
+    for key, table in tables.items():
+        yield from write_tables(table, others.get(key, source), others, f"{place}.{key}" if place else key)
+
+
+def _escape(text: str) -> str:
+    """Escape control characters, which neither TOML strings nor comments may have."""
+    return re.sub(r"[\x00-\x1f\x7f]", lambda found: f"\\u{ord(found[0]):04x}", text)

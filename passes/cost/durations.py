@@ -12,7 +12,7 @@ import torch
 
 from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.cost.work import Work
-from autoptd.passes.ir.program import Stage, tensor_bytes
+from autoptd.passes.ir.program import Stage
 from autoptd.runtime.program.mesh import Mesh
 
 NANOSECONDS = 10**9
@@ -83,7 +83,7 @@ class Durations:
 
         Each tensor rank sends 1/t of an undivided tensor, which is all-gathered on arrival (SC21 §4.1).
         """
-        size = tensor_bytes(value) * self.precision.scale
+        size = value.nbytes * self.precision.scale
         share = size if divided else size / self.mesh.tensor
         here, there = self._neighbours
         seconds = self.cluster.send_seconds(share, here, there, senders=self.mesh.tensor)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage, fx
 
 from autoptd.passes.ir.nodes import info, wants_gradient
-from autoptd.passes.ir.program import Stage, recomputed_groups, tensor_bytes, values_taken
+from autoptd.passes.ir.program import Stage, recomputed_groups, values_taken
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
 from autoptd.runtime.comm.rank import Rank
@@ -115,7 +115,7 @@ class Ledger:
         if node not in trained:
             return 0
         sources = [source for source in node.all_input_nodes if source in trained]
-        weights = sum(tensor_bytes(source.meta["val"]) for source in sources if source.op == "get_attr")
+        weights: int = sum(source.meta["val"].nbytes for source in sources if source.op == "get_attr")
         halves = sources if node.target is aten.cross_entropy_loss.default else []
         return weights + count_bytes(self.storages([node, *sources])) + count_bytes(self.storages(halves))
 

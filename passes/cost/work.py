@@ -11,8 +11,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from autoptd.passes.ir.gradients import may_be_trained
-from autoptd.passes.ir.program import Stage
+from autoptd.passes.ir.program import Stage, may_be_trained
 from autoptd.passes.operators import quantities
 from autoptd.passes.operators.quantities import Product, Sizes, Value, Work, local_sizes
 from autoptd.passes.operators.table import Trait, has_trait, rules_of

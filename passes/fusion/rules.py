@@ -17,11 +17,10 @@ from autoptd.passes.fusion import matches, patterns
 from autoptd.passes.fusion.activations import ANALYTIC, KNOWN, match_activation
 from autoptd.passes.fusion.patterns import Call, Match, alike, is_call, is_reshape, is_single
 from autoptd.passes.fusion.writing import ChainWriter
-from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.names import operator_word, rename_nodes
 from autoptd.passes.ir.nodes import Propagation, info, shape_of
 from autoptd.passes.ir.products import find_factors, read_product
-from autoptd.passes.ir.program import Program, Stage, copy_graph
+from autoptd.passes.ir.program import Program, Stage, copy_graph, find_trained
 from autoptd.passes.operators.table import OPERATORS, Trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.operands import HALF

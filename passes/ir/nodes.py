@@ -158,11 +158,6 @@ def name_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return values | {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
 
 
-def arguments_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes among the call's arguments, in order and with repetitions."""
-    return nodes_in((node.args, node.kwargs))
-
-
 def nodes_in(value: Any) -> list[fx.Node]:
     """Return the nodes in nested arguments, in order and with repetitions."""
     found: list[fx.Node] = []

@@ -1,4 +1,4 @@
-"""Program and Stage: what the compiler rewrites."""
+"""Program and Stage: what the compiler rewrites; the values in a stage, and those that have a gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.autocast import Autocast
-from autoptd.passes.ir.nodes import copy_node, info, nodes_in, walk
+from autoptd.passes.ir.nodes import copy_node, has_gradients, info, nodes_in, walk, wants_gradient
+from autoptd.runtime import aten, kernels
 from autoptd.runtime.program.manifest import Input, Output
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
@@ -126,6 +127,30 @@ def values_given(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if not inside.issuperset(node.users)]
 
 
-def tensor_bytes(value: torch.Tensor) -> int:
-    """Bytes of a (meta) tensor's elements."""
-    return value.numel() * value.element_size()
+def find_trained(stage: Stage) -> set[fx.Node]:
+    """Return the values that have a gradient, from a trainable parameter or a received value that wants one."""
+    trained: set[fx.Node] = set()
+    for node in stage.graph.nodes:
+        if node.op == "get_attr":
+            wants = stage.parameters[str(node.target)].requires_grad
+        else:
+            starts = node.op == "placeholder" or not trained.isdisjoint(node.all_input_nodes)
+            wants = starts and may_be_trained(node)
+        if wants:
+            trained.add(node)
+    return trained
+
+
+def find_reached(results: Iterable[fx.Node], trained: Container[fx.Node]) -> set[fx.Node]:
+    """Return the values among the `trained` that a gradient of `results` reaches."""
+    wanted = (node for node in results if node in trained)
+    return set(walk(wanted, lambda node: [source for source in node.all_input_nodes if source in trained]))
+
+
+def may_be_trained(node: fx.Node) -> bool:
+    """Return whether a value may have a gradient, judged by its node alone."""
+    if not has_gradients(node.meta.get("val")):
+        return False
+    if node.op == "placeholder":
+        return info(node).role == "boundary" and wants_gradient(node)
+    return node.target not in (aten.detach.default, kernels.uniform)

@@ -1,9 +1,10 @@
-"""Views and cuts, read from the calls that compute them."""
+"""Views and cuts, read from the calls that compute them, and the bytes that operators copy for want of a view."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import argument, operator_name, results_of, shape_of, where
 
@@ -95,3 +96,32 @@ def read_cut(node: fx.Node) -> Cut:
         raise ValueError(f"{where(node)}: {node.target} begins at a tensor: give a number, or index_select")
     step = argument(node, 4, "step", 1) if operator_name(node.target) == "aten.slice" else 1
     return Cut(dim, max(0, start + own[dim]) if start < 0 else start, (made.shape[dim],), step)
+
+
+def is_view(x: Tensor, shape: Sequence[int]) -> bool:
+    """Return whether `x` can be viewed as `shape` without a copy."""
+    if x.is_contiguous():
+        return True
+    try:
+        x.view(tuple(shape))
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_matrix(x: Tensor) -> bool:
+    """Return whether a matrix product can read the last two dimensions as they lie."""
+    if x.dim() < 2:
+        return x.stride(-1) == 1
+    (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
+    if columns == 1 or rows == 1:
+        return column == 1 or row == 1 or columns == rows
+    return (column == 1 and row >= columns) or (row == 1 and column >= rows)
+
+
+def float_bytes(x: Tensor) -> int:
+    return x.nbytes if x.is_floating_point() else 0
+
+
+def contiguous_copies(given: Sequence[Any], value: Any) -> int:
+    return 0 if given[0].is_contiguous() else float_bytes(given[0])

@@ -13,10 +13,9 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.autocast import Autocast
-from autoptd.passes.ir.gradients import find_reached
 from autoptd.passes.ir.names import name_nodes
 from autoptd.passes.ir.nodes import copy_node, info, nodes_in, refuse_random, where
-from autoptd.passes.ir.program import Program, Stage
+from autoptd.passes.ir.program import Program, Stage, find_reached
 from autoptd.passes.normal_form.autocast import cast_arguments, describe_result, enter_region
 from autoptd.passes.normal_form.draws import draws
 from autoptd.passes.normal_form.operator_rewrites import rewrite

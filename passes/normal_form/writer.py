@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.gradients import may_be_trained
 from autoptd.passes.ir.nodes import NodeInfo, add_node, argument, change_info, describe, name_arguments, where
-from autoptd.passes.ir.strides import is_view
-from autoptd.passes.ir.views import read_cut
+from autoptd.passes.ir.program import may_be_trained
+from autoptd.passes.ir.views import is_view, read_cut
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
 

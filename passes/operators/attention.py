@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, change_info, shape_of
-from autoptd.passes.ir.strides import float_bytes
+from autoptd.passes.ir.views import float_bytes
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast

@@ -14,8 +14,8 @@ from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import products, proof
 from autoptd.passes.operators.attention import keyed_local
 from autoptd.passes.operators.axis_map import AxisMap, broadcast, regroup
-from autoptd.passes.operators.gemms import find_gradients, multiply
 from autoptd.passes.operators.pointwise import elementwise_order
+from autoptd.passes.operators.products import find_gradients, multiply
 from autoptd.passes.operators.quantities import Number, Product, Value, Work, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.reductions import over_placed

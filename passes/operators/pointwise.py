@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import has_gradients, operator_name, shape_of
-from autoptd.passes.ir.strides import contiguous_copies
+from autoptd.passes.ir.views import contiguous_copies
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis

@@ -8,8 +8,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, operator_name, shape_of
-from autoptd.passes.ir.strides import contiguous_copies
-from autoptd.passes.ir.views import dim_map, reduced_dims
+from autoptd.passes.ir.views import contiguous_copies, dim_map, reduced_dims
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import RUNS, AxisMap

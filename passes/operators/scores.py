@@ -13,8 +13,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, called, name_arguments, shape_of
-from autoptd.passes.ir.strides import contiguous_copies
-from autoptd.passes.ir.views import reduced_dims
+from autoptd.passes.ir.views import contiguous_copies, reduced_dims
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import RUNS, AxisMap

@@ -9,8 +9,7 @@ from typing import Any
 from torch import fx
 
 from autoptd.passes.ir.nodes import as_results, called, results_of, shape_of
-from autoptd.passes.ir.strides import float_bytes, is_view
-from autoptd.passes.ir.views import dim_map, dim_place, named_dims, read_padding
+from autoptd.passes.ir.views import dim_map, dim_place, float_bytes, is_view, named_dims, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap, regroup

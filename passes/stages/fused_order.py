@@ -20,9 +20,8 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import NANOSECONDS, Durations, Precision
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
-from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import change_info, info, shaping_arguments
-from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, tensor_bytes
+from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, find_trained
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.passes.stages.choice import ItemTimes
 from autoptd.passes.structure.linear_order import Row
@@ -189,6 +188,6 @@ def _state_bytes(node: fx.Node, *, trained: bool) -> int:
     """Return the bytes of a parameter, and if it is `trained` of its gradient and Adam's state."""
     value = node.meta["val"]
     if not trained:
-        return tensor_bytes(value)
+        return int(value.nbytes)
     item = value.element_size()  # of the weight; its gradient is at least float32
     return int(value.numel() * (item + max(FLOAT32_BYTES, item) + adam_bytes(item)))

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autoptd.passes.ir.nodes import change_info, info, results_of
-from autoptd.passes.ir.program import Program, copy_graph, tensor_bytes
+from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.passes.structure.linear_order import Row
 
 Layer = Sequence[Sequence[fx.Node]]  # its calls in every stage, none in most
@@ -76,7 +76,7 @@ class _Search:
         self._live, self._bytes = row.sum_alive(
             # A call with several results is no single value.
             lambda node: 1 if node in tensors else 2 if node in row.trained else 0,
-            lambda node: tensor_bytes(node.meta["val"]) if node in tensors else 0,
+            lambda node: node.meta["val"].nbytes if node in tensors else 0,
         )
 
     def find(self, start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from autoptd.passes.ir.gradients import find_reached, find_trained
 from autoptd.passes.ir.nodes import copy_node, describe, info, nodes_in, walk
-from autoptd.passes.ir.program import Stage
+from autoptd.passes.ir.program import Stage, find_reached, find_trained
 from autoptd.runtime.program.placement import Ragged
 
 Nodes = Sequence[fx.Node]

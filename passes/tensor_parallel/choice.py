@@ -17,7 +17,6 @@ from torch import fx
 
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.nodes import aten_name, called, operator_name, results_of, shape_of, where
-from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import AxisMap
@@ -92,7 +91,7 @@ def _measure(graph: fx.Graph, axis_map: AxisMap) -> tuple[nx.Graph, Counter[Axis
         for axes, value in zip(axis_map.all_of(node), results_of(node), strict=False):
             # Leaves of different groups exclude each other.
             groups = [dict.fromkeys(filter(fits, ax.leaves(f))) for axis in axes for f in ax.factors(axis)]
-            size = tensor_bytes(value)
+            size = value.nbytes
             if node.op == "get_attr":
                 size *= STATE_BYTES if node in axis_map.weights else 1
             repeated = (f for axis in axes for f in ax.factors(axis)[1:] if f.kind == "sum")
@@ -149,10 +148,10 @@ def _count_moved(node: fx.Node, axis_map: AxisMap) -> Counter[Axis]:
     own, contracted = axis_map.leaves_of(node), axis_map.contractions.get(node)
     for leaf in ax.leaves(contracted) if contracted is not None else ():
         if leaf not in own:
-            moved[leaf] += sum(map(tensor_bytes, results_of(node)))
+            moved[leaf] += sum(value.nbytes for value in results_of(node))
     for source in node.all_input_nodes:
         if own and node.op == source.op == "call_function":
-            size = sum(map(tensor_bytes, results_of(source)))
+            size = sum(value.nbytes for value in results_of(source))
             moved.update(dict.fromkeys(own - axis_map.leaves_of(source), size))
     return moved
 
@@ -272,7 +271,7 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
     for node in graph.nodes:
         matrix = node.op == "get_attr" and node in axis_map.weights and len(axis_map.of(node)) > 1
         if matrix and not ax.is_divided(axis_map.of(node), divided):
-            weight = f"weight of shape {list(shape_of(node))} ({tensor_bytes(node.meta['val']):,} bytes)"
+            weight = f"weight of shape {list(shape_of(node))} ({node.meta['val'].nbytes:,} bytes)"
             why = "; ".join(dict.fromkeys(_explain(axis, axis_map.tensor) for axis in axis_map.of(node)))
             lines[f"{weight} replicated because {why}"].append(str(node.target))
     for axis, padding in divided.items():

@@ -15,9 +15,8 @@ import networkx as nx
 import torch
 from torch import fx
 
-from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import add_node, change_info, describe, info, where
-from autoptd.passes.ir.program import Stage, tensor_bytes
+from autoptd.passes.ir.program import Stage, find_trained
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import collectives
 from autoptd.runtime.program.placement import REPLICATED, Parameter
@@ -157,7 +156,7 @@ class _Region:
         value = node.meta["val"]
         if node in self.forced or not isinstance(value, torch.Tensor):
             return float("inf")
-        size = tensor_bytes(value)
+        size = value.nbytes
         if node.op == "get_attr" and len(self.partial_readers(node)) == len(self.readers(node)):
             return size // PARAMETER_DISCOUNT + 1
         return size

@@ -15,11 +15,10 @@ from torch import fx
 
 from autoptd.passes.fusion.patterns import Call, Match, is_reshape
 from autoptd.passes.fusion.writing import ChainWriter
-from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, copy_node, info, shape_of, walk
 from autoptd.passes.ir.products import MatrixProduct, read_product
-from autoptd.passes.ir.program import Program, copy_graph
+from autoptd.passes.ir.program import Program, copy_graph, find_trained
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, collectives, kernels
 

@@ -15,7 +15,6 @@ from torch import fx
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.work import Work
 from autoptd.passes.ir.nodes import Propagation, change_info, describe, info, operator_name, results_of, shape_of
-from autoptd.passes.ir.program import tensor_bytes
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axes, Axis
 from autoptd.passes.operators.axis_map import AxisMap
@@ -80,8 +79,8 @@ class _Regions:
                 self._follow(node)
         # Last members larger than what they are made of are gathered before, and sums that no member reads are summed.
         for node in reversed(self.dims.copy()):
-            made_of = [tensor_bytes(source.meta["val"]) for source in node.all_input_nodes if source in self.dims]
-            if self.dims.keys().isdisjoint(node.users) and sum(made_of) < tensor_bytes(node.meta["val"]):
+            made_of = [source.meta["val"].nbytes for source in node.all_input_nodes if source in self.dims]
+            if self.dims.keys().isdisjoint(node.users) and sum(made_of) < node.meta["val"].nbytes:
                 del self.dims[node]
         return sum(dim is None for dim in sums.values())
 
@@ -118,7 +117,7 @@ class _Regions:
         The backward gathers the gradient of each sum, where the all-reduce ran beside weight gradients; a device of one
         multiprocessor, which runs nothing beside, also waits for the inputs that are gathered again.
         """
-        sizes = {node: tensor_bytes(node.meta["val"]) for node in self.dims}
+        sizes = {node: node.meta["val"].nbytes for node in self.dims}
         # What one member alone reads is never in memory where the two are fused.
         inner = {node for node in sizes if len(node.users) == 1 and not self.dims.keys().isdisjoint(node.users)}
         made = sum(size for node, size in sizes.items() if node not in inner)

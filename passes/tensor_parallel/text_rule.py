@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.autograd import Function
 
-from autoptd.passes.ir.nodes import arguments_of, as_results, info, operator_name, results_of, shape_of, where
+from autoptd.passes.ir.nodes import as_results, info, nodes_in, operator_name, results_of, shape_of, where
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap
@@ -69,7 +69,7 @@ class TextRule:
 
     def axes(self, axis_map: AxisMap, node: fx.Node) -> Any:
         """Unify the axes of one name, block those that stay whole, and record the one that is summed over."""
-        tensors = [n for n in arguments_of(node) if n in axis_map.axes]
+        tensors = [n for n in nodes_in((node.args, node.kwargs)) if n in axis_map.axes]
         sizes = self.sizes(node, tensors)
         named: dict[str, ax.Axis] = {}
         for tensor, group in zip(tensors, self.arguments, strict=True):
@@ -88,7 +88,7 @@ class TextRule:
 
     def placed(self, node: fx.Node, placements: proof.Placements) -> proof.Found:
         """Require a divided name to be divided alike in all its arguments; summed over, it gives a partial sum."""
-        tensors = [n for n in arguments_of(node) if info(n).role != "rank"]
+        tensors = [n for n in nodes_in((node.args, node.kwargs)) if info(n).role != "rank"]
         try:
             self.shapes(node, tensors)
         except ValueError as error:

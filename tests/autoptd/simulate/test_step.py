@@ -24,8 +24,7 @@ from autoptd.passes.cost.durations import Seconds
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.passes.cost.work import backward_work
-from autoptd.passes.ir.gradients import find_trained
-from autoptd.passes.ir.program import Stage, recomputed_groups
+from autoptd.passes.ir.program import Stage, find_trained, recomputed_groups
 from autoptd.runtime import collectives
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Kind, assign_slots, make_schedule

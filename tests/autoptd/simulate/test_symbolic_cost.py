@@ -17,9 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoptd
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import backward_work, forward_work
-from autoptd.passes.ir.gradients import find_trained
 from autoptd.passes.ir.nodes import info
-from autoptd.passes.ir.program import recomputed_groups
+from autoptd.passes.ir.program import find_trained, recomputed_groups
 from autoptd.passes.operators.quantities import Work
 from autoptd.passes.tensor_parallel.symbols import symbol
 from samples.gpt import GPT, GPTConfig

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.passes.cost.work import backward_work, forward_work
-from autoptd.passes.ir.gradients import find_trained
+from autoptd.passes.ir.program import find_trained
 
 WIDTH, LENGTH = 6, 5
 Loss = Callable[["Model", Tensor, Tensor], Tensor]
