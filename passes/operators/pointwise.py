@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import has_gradients, operator_name, shape_of
+from autoptd.passes.ir.nodes import has_gradients, shape_of
 from autoptd.passes.ir.views import contiguous_copies
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axes import Axes, Axis
-from autoptd.passes.operators.axis_map import AxisMap, broadcast, opaque
+from autoptd.passes.operators.axis_map import AxisMap, broadcast
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, is_lone_sum, keep_partial, same_call
 from autoptd.passes.operators.quantities import Value, Work, differentiable_arguments, differentiate
@@ -65,13 +65,6 @@ def elementwise_order(writer: LayoutWriter, node: fx.Node) -> Written:
     return writer.write(args, kwargs), out.transposed
 
 
-def _function_axes(axis_map: AxisMap, node: fx.Node) -> Any:
-    """Of the user's autograd function: whole on every tensor rank."""
-    if axis_map.tensor > 1 and node in axis_map.learned:
-        axis_map.repeated.add(operator_name(node.target))
-    return opaque(axis_map, node)
-
-
 def _contiguous_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Not written where the value lies in order already."""
     source = node.args[0]
@@ -112,8 +105,9 @@ _KEEPS_RESULT = replace(POINTWISE, keeps="result")
 _LIKE = OperatorRules(axes=_make_axes, local=sized_local(1), placed=lambda *_: proof.WHOLE)
 _FILL = OperatorRules(axes=_make_axes, local=sized_local(0), traits=_SAFE | Trait.FILLS)
 
-AUTOGRAD_FUNCTION = replace(UNFAMILIAR, axes=_function_axes, traits=Trait.OWN_BACKWARD)
-ELEMENTWISE_FUNCTION = replace(AUTOGRAD_FUNCTION, axes=broadcast, placed=proof.elementwise, order=elementwise_order)
+# Of operators and autograd functions that are not torch's.
+FOREIGN = replace(UNFAMILIAR, traits=Trait.OWN_BACKWARD)
+ELEMENTWISE_FUNCTION = replace(FOREIGN, axes=broadcast, placed=proof.elementwise, order=elementwise_order)
 
 RULES: Mapping[Any, OperatorRules] = {
     **{getattr(aten, name): POINTWISE for name in _OTHERS},

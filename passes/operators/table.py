@@ -1,6 +1,5 @@
 """The records of all operators, under one key: the overload packet of torch, or our function."""
 
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -20,6 +19,7 @@ from autoptd.passes.operators import (
     views,
     vocabulary,
 )
+from autoptd.passes.operators.pointwise import FOREIGN
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
@@ -28,7 +28,6 @@ __all__ = ["FOREIGN", "OPERATORS", "Trait", "has_trait", "rules_of", "strip"]
 
 _FAMILIES = (attention, experts, kernels, pieces, pointwise, products, reductions, scores, views, vocabulary)
 OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
-FOREIGN = replace(UNFAMILIAR, traits=Trait.OWN_BACKWARD)
 
 
 def rules_of(node: fx.Node) -> OperatorRules:
@@ -37,7 +36,7 @@ def rules_of(node: fx.Node) -> OperatorRules:
     if (found := OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target)) is not None:
         return found
     if isinstance(target, AutogradFunction):
-        return pointwise.ELEMENTWISE_FUNCTION if is_elementwise(node) else pointwise.AUTOGRAD_FUNCTION
+        return pointwise.ELEMENTWISE_FUNCTION if is_elementwise(node) else FOREIGN
     foreign = isinstance(target, OpOverload) and target.namespace not in ("aten", "autoptd")
     return products.EQUATION if read_einsum(node).operands else FOREIGN if foreign else UNFAMILIAR
 

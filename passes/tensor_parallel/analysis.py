@@ -12,6 +12,7 @@ from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.record import Records
 from autoptd.passes.operators.table import Trait, has_trait, rules_of
+from autoptd.runtime.kernels.autograd_function import AutogradFunction
 
 
 def find_axes(stage: Stage, tensor: int, rules: Records, replicated_kv: Container[fx.Node] = ()) -> AxisMap:
@@ -52,7 +53,7 @@ def _find_rule(axes: AxisMap, node: fx.Node, rules: Records) -> Callable[..., An
     rule = (rules.get(name) or rules_of(node)).axes
     if rule is not opaque or axes.tensor == 1 or node not in axes.learned:
         return rule
-    if name.startswith(("aten.", "transformers.")):
+    if name.startswith(("aten.", "transformers.")) or isinstance(node.target, AutogradFunction):
         axes.repeated.add(name)
         return rule
     shapes = [list(shape_of(n)) for n in node.all_input_nodes if n in axes.axes]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import fx
+from torch._ops import OpOverload
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.names import free_name
@@ -71,7 +72,7 @@ def shard_tensors(
     if axis_map.repeated:
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"
-    calls = (n for n in stage.graph.nodes if n.op == "call_function" and rules_of(n) in (FOREIGN, UNFAMILIAR))
+    calls = (n for n in stage.graph.nodes if isinstance(n.target, OpOverload) and rules_of(n) in (FOREIGN, UNFAMILIAR))
     for name, flops in {called(node): bound_hidden(node) for node in calls}.items():
         if flops > program.model_flops / 100:
             entry += f"; {name} may hide up to {flops:,} FLOPs of a product, which no rule counts"
