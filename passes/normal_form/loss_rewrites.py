@@ -1,23 +1,23 @@
 """Rewrite losses to the normal form: rows of scores with the classes last; others as torch computes them."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import fx
 
+from autoptd.passes.ir.nodes import nodes_in
 from autoptd.passes.ir.views import dim_map
 from autoptd.passes.normal_form.writer import Call
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
-
-NONE, MEAN = 0, 1  # of torch's numbers for reductions
 
 
 def write_loss(call: Call) -> fx.Node | None:
     """Write a loss of [N, classes, ..] by rows, and that of a log_softmax as its cross-entropy."""
     target, x, labels = call.node.target, call.source, call.args[1]
     if labels.meta["val"].is_floating_point():
-        return _write_soft(call)
+        return None if call.argument("weight") is not None else write_composite(call)
     if call.given.dim() > 2:
         classes = call.given.shape[1]
         x = call.reshape(_put_classes_last(call, x), [call.given.numel() // classes, classes])
@@ -57,36 +57,21 @@ def _read_log_softmax(call: Call, logarithms: fx.Node) -> fx.Node | None:
     return call.reshape(x, list(val.shape))
 
 
-def _write_soft(call: Call) -> fx.Node | None:
-    """Write the loss against probabilities as torch computes it, without class weights."""
-    if call.argument("weight") is not None:
-        return None
-    target, smoothing = call.argument("target"), call.argument("label_smoothing")
-    dim = min(1, call.given.dim() - 1)
-    classes = call.given.shape[dim]
-    found = call.derive(aten.log_softmax.int, call.source, dim, call.val.dtype)
-    if smoothing:
-        target = call.derive(aten.mul.Tensor, target, 1 - smoothing)
-        target = call.derive(aten.add.Tensor, target, smoothing / classes)
-    found = call.derive(aten.mul.Tensor, found, target)
-    if call.argument("reduction") == NONE:
-        return call.emit(aten.neg.default, call.derive(aten.sum.dim_IntList, found, [dim]))
-    found = call.derive(aten.neg.default, call.derive(aten.sum.default, found))
-    rows = call.given.numel() // classes if call.argument("reduction") == MEAN else 1
-    return call.emit(aten.div.Tensor, found, rows)
+def write_composite(call: Call) -> fx.Node:
+    """Write the operators that torch makes this one of, as it calls them for such arguments."""
+    given = list(dict.fromkeys(nodes_in((call.args, call.kwargs))))
 
+    def run(*tensors: torch.Tensor) -> Any:
+        args, kwargs = fx.map_arg((call.args, call.kwargs), dict(zip(given, tensors, strict=True)).__getitem__)
+        return call.node.target(*args, **kwargs)  # type: ignore[operator]
 
-def write_kl_div(call: Call) -> fx.Node:
-    """Write the divergence as torch computes it."""
-    x, target = call.args[:2]
-    if call.argument("log_target"):
-        factor, distance = call.derive(aten.exp.default, target), call.derive(aten.sub.Tensor, target, x)
-        found = call.derive(aten.mul.Tensor, factor, distance)
-    else:
-        found = call.derive(aten.xlogy.Tensor, target, target)
-        found = call.derive(aten.sub.Tensor, found, call.derive(aten.mul.Tensor, target, x))
-    reduce = {NONE: None, MEAN: aten.mean.default}.get(call.argument("reduction"), aten.sum.default)
-    return found if reduce is None else call.emit(reduce, found)
+    tool = import_module("torch.fx.experimental.proxy_tensor")  # which torch.export imports when it is needed
+    traced: fx.Graph = tool.make_fx(run)(*(node.meta["val"] for node in given)).graph
+    made: dict[Any, fx.Node] = dict(zip(traced.find_nodes(op="placeholder"), given, strict=True))
+    for node in (node for node in traced.nodes if node.op == "call_function"):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+        made[node] = call.writer.emit(node.target, args, {**call.meta, "val": node.meta["val"]}, kwargs)
+    return made[traced.output_node().args[0]]
 
 
 def write_index(call: Call) -> fx.Node | None:

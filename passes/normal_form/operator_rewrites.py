@@ -351,7 +351,7 @@ RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike
     **dict.fromkeys((aten.t, aten.numpy_T, aten.mT, aten.mH, aten.adjoint), _permute),
     **dict.fromkeys((aten.movedim, aten.moveaxis), _permute),
     **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss_nd.default), loss_rewrites.write_loss),
-    aten.kl_div.default: loss_rewrites.write_kl_div,
+    aten.kl_div.default: loss_rewrites.write_composite,
     aten.index.Tensor: loss_rewrites.write_index,
     aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeat_interleave,
