@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from autoptd.capture.eval_mode import Call, Calls
 from autoptd.capture.fake_module import make_twin
-from autoptd.capture.source_lines import user_line
+from autoptd.capture.source_lines import CaptureError, user_line
 from autoptd.passes.ir.autocast import Autocast
 from autoptd.passes.ir.autograd_functions import find_cast, run_backward, run_forward, tensors_in
 from autoptd.passes.normal_form.autocast import is_eligible
@@ -31,10 +31,6 @@ _ROUND += "_impl" if hasattr(checkpoint, f"{_ROUND}_impl") else ""  # since torc
 # Private: where Function.apply, under whatever name a program has kept it, looks up the call of C++ each time.
 _BASE: Any = Function.__mro__[1]
 _WRITTEN = {bool, int, float, str, type(None), torch.dtype}  # what a program's text can hold, besides tensors
-
-
-class FunctionError(ValueError):
-    """An autograd function that no program can hold."""
 
 
 class Traced(NamedTuple):
@@ -111,7 +107,7 @@ class Functions:
         leaves, spec = tree_flatten(args)
         for other in leaves:
             if not isinstance(other, Tensor) and type(other) not in _WRITTEN:
-                raise FunctionError(
+                raise CaptureError(
                     f"{place}: {cls.__name__} takes a {type(other).__name__}, which the text of a program cannot hold; "
                     "pass it tensors, numbers, strings and lists of these"
                 )
@@ -159,12 +155,12 @@ def write_functions(root: fx.GraphModule) -> None:
 
 
 def _find_function(cls: type, place: str) -> AutogradFunction:
-    """Return the operator of a class; FunctionError where no import finds the class."""
+    """Return the operator of a class; CaptureError where no import finds the class."""
     function = AutogradFunction.of(cls)
     with contextlib.suppress(ValueError, ImportError):
         if find_class(function.path, "autograd function") is cls:
             return function
-    raise FunctionError(
+    raise CaptureError(
         f"{place}: {cls.__qualname__} is an autograd function that no import finds: define it at the top level of a "
         "module, under its own name, where every rank can import it"
     )
@@ -173,7 +169,7 @@ def _find_function(cls: type, place: str) -> AutogradFunction:
 def _run(function: AutogradFunction, args: Any, place: str, grad: bool) -> tuple[Any, Sequence[Call], str]:
     """Return the results of a call on the meta device, the calls that its forward makes, and a note for the log.
 
-    Raises FunctionError for a forward that needs data, and for a function that would not be the same on all meshes.
+    Raises CaptureError for a forward that needs data, and for a function that would not be the same on all meshes.
     """
     # Clones: a leaf may not be written in place.
     twins = tree_map(lambda x: make_twin(x).clone() if isinstance(x, Tensor) else x, args)
@@ -184,7 +180,7 @@ def _run(function: AutogradFunction, args: Any, place: str, grad: bool) -> tuple
                 results, operations = run_forward(function, twins)
         except Exception as error:
             found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise FunctionError(
+            raise CaptureError(
                 f"{place}: the forward of {name} does not run without data ({found}), as it must to know the shapes of "
                 "its results. Write it with torch operators; make a kernel of your own an operator with "
                 "torch.library.custom_op and register_fake, and call that"
@@ -196,12 +192,12 @@ def _run(function: AutogradFunction, args: Any, place: str, grad: bool) -> tuple
     for own in (*operations, *further):
         func = own.operator
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise FunctionError(
+            raise CaptureError(
                 f"{place}: {name} draws random numbers with {func}, which would differ between meshes: draw them in "
                 "the module's forward, and pass them in"
             )
         if any(x.untyped_storage() in given for x in own.written):
-            raise FunctionError(
+            raise CaptureError(
                 f"{place}: {name} writes to its argument with {func}, but a program's values stay: write to a clone"
             )
     foreign = dict.fromkeys(x.operator.name() for x in operations if x.operator.namespace != "aten")

@@ -19,17 +19,16 @@ from torch.utils._pytree import tree_map_only  # private, with no public twin
 
 from autoptd.capture.assertions import assuming
 from autoptd.capture.autocast_state import read_autocast
-from autoptd.capture.custom_autograd import FunctionError, Functions, write_functions
+from autoptd.capture.custom_autograd import Functions, write_functions
 from autoptd.capture.eval_mode import compare_evaluation
 from autoptd.capture.example_inputs import ExampleInputs, read_examples
 from autoptd.capture.expert_loops import bound_rows, depends_on_data
 from autoptd.capture.experts import write_experts
 from autoptd.capture.fake_module import copy_structure, make_mode, make_twin, run_without_data
-from autoptd.capture.flex_attention import FlexError
 from autoptd.capture.objective import Objective
-from autoptd.capture.results import LossError, LossFunction, Outputs
-from autoptd.capture.side_effects import NUMBERS, SideEffectError, keeping_attributes, refuse_hooks
-from autoptd.capture.source_lines import short_line
+from autoptd.capture.results import LossFunction, Outputs
+from autoptd.capture.side_effects import NUMBERS, keeping_attributes, refuse_hooks
+from autoptd.capture.source_lines import CaptureError, short_line
 from autoptd.capture.trace_errors import describe_error, explain, find_way
 from autoptd.capture.traced_device import find_device
 from autoptd.passes.ir.nodes import NodeInfo, aten_name, copy_node, describe, where
@@ -91,7 +90,7 @@ def capture(
         try:
             with keeping_attributes(objective):
                 exported = _export(objective, values, functions)
-        except (FlexError, LossError, FunctionError, SideEffectError):
+        except CaptureError:
             raise
         except Exception as error:
             raise ValueError(explain(error, objective, run)) from error
@@ -158,8 +157,6 @@ def _compare_modes(objective: Objective, run: Callable[[], Tensor]) -> Iterator[
     try:
         with objective.known:
             calls = compare_evaluation(objective, objective.result.calls.made, run)
-    except SideEffectError:
-        raise
     except Exception as error:  # the trace supports operators that do not run otherwise without data
         yield f"evaluation was not compared with training: {describe_error(error, objective.captured)[1]}"
         return

@@ -20,14 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only  # private, with no public twin
 
-from autoptd.capture.source_lines import user_line
+from autoptd.capture.source_lines import CaptureError, user_line
 from autoptd.passes.ir.autograd_functions import Operations, tensors_in
 
 _OWN = {name: getattr(flex, name) for name in ("create_mask", "_convert_mask_to_block_mask")}
-
-
-class FlexError(ValueError):
-    """A FlexAttention that no program can hold."""
 
 
 @contextmanager
@@ -75,7 +71,7 @@ def _attend(
 
 
 def _find_mask(blocks: tuple[Any, ...]) -> Any:
-    """Return the function of a mask that was given as a tuple. FlexError unless it hides what the blocks do."""
+    """Return the function of a mask that was given as a tuple. CaptureError unless it hides what the blocks do."""
     q, kv, count, every, full_count, full_every, *_, size, kv_size, mod = blocks
     columns = every.shape[-1]
     if size == kv_size == flex._LARGE_SPARSE_BLOCK_SIZE:
@@ -173,4 +169,4 @@ class _AllAtOnce(TorchFunctionMode):
 
 
 def _refuse(text: str) -> NoReturn:
-    raise FlexError(f"{user_line()}: {text}")
+    raise CaptureError(f"{user_line()}: {text}")

@@ -13,8 +13,9 @@ from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
 from autoptd.capture.flex_attention import write_flex_attention
 from autoptd.capture.known_values import KnownValues
-from autoptd.capture.results import LossError, LossFunction, Outputs, find_loss, find_outputs
+from autoptd.capture.results import LossFunction, Outputs, find_loss, find_outputs
 from autoptd.capture.side_effects import judge_left, refuse_side_effects
+from autoptd.capture.source_lines import CaptureError
 from autoptd.capture.traced_device import seem_on
 from autoptd.runtime.program.manifest import Output
 
@@ -67,7 +68,7 @@ class Objective(nn.Module):
         with effects, NoGradRegions(), self.known, self.result.calls:
             loss = self.find_loss(*values)
         if not loss.requires_grad and any(p.requires_grad for p in self.captured.parameters()):
-            raise LossError(
+            raise CaptureError(
                 "the loss has no gradient, and the plain model's loss.backward() raises: forward runs under "
                 "torch.no_grad or inference_mode, or detaches what it computes; take that out of forward"
             )

@@ -6,14 +6,11 @@ from typing import TypeGuard
 
 from torch import Tensor, is_floating_point
 
+from autoptd.capture.source_lines import CaptureError
 from autoptd.runtime.program.manifest import Output, OutputKind
 
 Outputs = bool | Sequence[str]  # options of `compile`
 LossFunction = Callable[..., Tensor] | None
-
-
-class LossError(ValueError):
-    """A model or loss_fn that does not return the loss or the outputs."""
 
 
 def find_loss(
@@ -21,12 +18,12 @@ def find_loss(
 ) -> tuple[Tensor, Output]:
     """Return the scalar loss in what a model returned, or that of `loss_fn`, and the structure of a call's result.
 
-    With `loss_fn` that is the loss alone if no outputs are `wanted`. Raises LossError.
+    With `loss_fn` that is the loss alone if no outputs are `wanted`. Raises CaptureError.
     """
     kind, fields = _read_fields(result)
     if loss_fn is not None:
         if not is_loss(loss := loss_fn(result, **targets)):
-            raise LossError(f"loss_fn returned {describe(loss)}; expected a scalar floating-point tensor")
+            raise CaptureError(f"loss_fn returned {describe(loss)}; expected a scalar floating-point tensor")
         if not wanted or kind == "tensor":
             return loss, Output("tensor", separate_loss=bool(wanted))
         return loss, Output(kind, "", _type_name(result), tuple(fields), separate_loss=True)
@@ -36,14 +33,14 @@ def find_loss(
         if is_loss(item := fields.get(name)):
             return item, Output(kind, name, _type_name(result), tuple(fields))
     way = "return the loss (alone, in a tuple, or under 'loss'), or pass loss_fn="
-    raise LossError(f"the model returned {describe(result)}, which has no scalar loss; {way}")
+    raise CaptureError(f"the model returned {describe(result)}, which has no scalar loss; {way}")
 
 
 def find_outputs(result: object, output: Output, wanted: Outputs) -> dict[tuple[str, ...], Tensor]:
     """Return the tensors of the fields `wanted` of what a model returned, by their paths; True: all of them.
 
     A field is a tensor, or a list or tuple of these. Of all fields, those that hold something else are left out.
-    Raises LossError for a name that is no such field.
+    Raises CaptureError for a name that is no such field.
     """
     _, fields = ("", {}) if output == Output("tensor") else _read_fields(result)
     named = [name for name in fields if name != output.loss] if wanted is True else [*wanted]  # type: ignore[misc]
@@ -51,7 +48,7 @@ def find_outputs(result: object, output: Output, wanted: Outputs) -> dict[tuple[
     for name in named:
         leaves = dict(_list_tensors((name,), fields.get(name)))
         if wanted is not True and (name == output.loss or not leaves or None in leaves.values()):
-            raise LossError(
+            raise CaptureError(
                 f"outputs= has {name!r}, and the model returned {describe(result)}: expected the name of a field "
                 'besides the loss that is a tensor, or a list or tuple of tensors ("0", "1", ... in a tuple, "output" '
                 "for a model that returns one tensor)"

@@ -16,17 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.capture.scopes import Scope, find_scopes
-from autoptd.capture.source_lines import user_line
+from autoptd.capture.source_lines import CaptureError, user_line
 from autoptd.runtime.user_warnings import warn_caller
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # that depend on data: a trace knows all sizes
 MOST = 256  # entries of what is looked into: data sets have more
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, tuple)
 _TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
-
-
-class SideEffectError(ValueError):
-    """A side effect that a traced program cannot repeat in every step."""
 
 
 @contextmanager
@@ -54,10 +50,10 @@ def keeping_attributes(objective: nn.Module) -> Iterator[None]:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raise SideEffectError for the first hook on a gradient, as a program's ranks have their own parameters."""
+    """Raise CaptureError for the first hook on a gradient, as a program's ranks have their own parameters."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise SideEffectError(
+            raise CaptureError(
                 f"{name} has a hook on its gradient, which no trace shows: remove it (wandb.watch sets some), and "
                 "register it after bind on the compiled model's own parameter, whose gradient is this rank's slice; to "
                 "train some rows only, multiply by a mask in forward"
@@ -65,12 +61,12 @@ def refuse_hooks(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             name, way = path or type(model).__name__, "remove it, or write its effect in forward"
-            raise SideEffectError(f"{name} has a backward hook, which no trace shows: {way}")
+            raise CaptureError(f"{name} has a backward hook, which no trace shows: {way}")
 
 
 @contextmanager
 def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor], left: dict[str, Any]) -> Iterator[None]:
-    """Raise SideEffectError if a forward in this block assigns buffers or draws from a foreign generator.
+    """Raise CaptureError if a forward in this block assigns buffers or draws from a foreign generator.
 
     Warns of numbers that forward changes. `assigned` gets the tensors that forward replaced, by their places, and
     `left` the tensors, and numbers read from these, that are at a place where they were not before.
@@ -87,14 +83,14 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor], left:
     # A new buffer keeps something for later calls, such as a table of positions.
     for place, buffer in buffers.items():
         if now.get(place) is not buffer:
-            raise SideEffectError(
+            raise CaptureError(
                 f"forward assigns the buffer {place!r}, which is not supported in a step: keep it constant, or update "
                 "it outside forward; if only the first call fills it, make that call before compile; if it is a cache "
                 "of earlier tokens, call forward without it"
             )
     for name, state in _random_states(held).items():
         if state != drawn.get(name, state):
-            raise SideEffectError(
+            raise CaptureError(
                 f"forward draws random numbers with {name}, and a program would repeat those of its capture; draw "
                 "with torch, as dropout does, or outside forward (another thread that draws now looks the same)"
             )
@@ -117,7 +113,7 @@ def _assign_view(module: nn.Module, name: str, value: Any, assign: Any = nn.Modu
 
 
 def judge_left(results: Iterable[Tensor], left: Mapping[str, Any], varies: Callable[[Any], bool]) -> list[str]:
-    """Raise SideEffectError for a tensor with a gradient that forward has `left` beside the `results` of the step.
+    """Raise CaptureError for a tensor with a gradient that forward has `left` beside the `results` of the step.
 
     Returns the places of what else is left and `varies` from step to step: numbers, detached tensors, and lists of what
     the loss is computed from.
@@ -131,7 +127,7 @@ def judge_left(results: Iterable[Tensor], left: Mapping[str, Any], varies: Calla
     for place, value in left.items():
         function = getattr(value, "grad_fn", None)
         if function is not None and function not in inside:
-            raise SideEffectError(
+            raise CaptureError(
                 f"forward leaves {place}, a tensor with a gradient that the loss does not read there, and a step sets "
                 "nothing: what reads it after the call would miss it in silence. Add it to the loss in forward, return "
                 "it beside the loss and name it in outputs=, or keep its .detach()"
@@ -143,13 +139,13 @@ def judge_left(results: Iterable[Tensor], left: Mapping[str, Any], varies: Calla
 
 
 def refuse_new_hooks() -> AbstractContextManager[Any]:
-    """Raise SideEffectError if a forward in this block registers a hook on a gradient."""
+    """Raise CaptureError if a forward in this block registers a hook on a gradient."""
     return patch.multiple(Tensor, register_hook=_refuse_hook, register_post_accumulate_grad_hook=_refuse_hook)
 
 
 def _refuse_hook(*_: object, **__: object) -> NoReturn:
     place = user_line()
-    raise SideEffectError(
+    raise CaptureError(
         f"{place}: a hook on a gradient, which no trace shows; write its effect in forward: "
         "x * factor + (x * (1 - factor)).detach() has the value of x, and its gradient times factor"
     )

@@ -1,4 +1,4 @@
-"""Find the frame of a stack that lies in the user's own code."""
+"""The user's own code: its frames in a stack, and the error for what no program can do of it."""
 
 import contextlib
 import os
@@ -13,6 +13,10 @@ import torch
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class CaptureError(ValueError):
+    """What a forward does, and no traced program can hold or repeat."""
 
 
 def user_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:

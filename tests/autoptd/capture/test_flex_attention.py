@@ -14,7 +14,8 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import autoptd
-from autoptd.capture.flex_attention import FlexError, write_flex_attention
+from autoptd.capture.flex_attention import write_flex_attention
+from autoptd.capture.source_lines import CaptureError
 from samples.wild.decoder import LENGTH, Attention, make_inputs
 from samples.wild.flex import Biased, Documents, MaskedAttention, Relative, Windowed, causal, vary
 
@@ -84,7 +85,7 @@ def test_its_mask_is_proved_and_its_heads_divided(
 
 def refuse(attend: Callable[..., Tensor], match: str) -> None:
     attention = type("Refused", (Attention,), {"attend": staticmethod(attend)})
-    with pytest.raises(FlexError, match=match):
+    with pytest.raises(CaptureError, match=match):
         autoptd.compile(vary(attention)(), (1, 1, 1), example_inputs=make_inputs())
 
 
