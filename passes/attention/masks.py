@@ -137,7 +137,7 @@ class Masks:
         if judged == "unknown":
             return f"its mask, {_origin(masks[0].source)}, has no known values"
         if seen is not None and judged == "kept" and not self._sees_all(seen):
-            return self._leave(masks, shape, dtype)
+            return "its mask leaves a query no key"
         words = ", ".join(filter(None, ["additive bias" if bias else "", self._shape_word(seen, judged)]))
         if bias is not None:
             return self._add(bias, seen, words, dtype)
@@ -161,14 +161,6 @@ class Masks:
         least = torch.finfo(mask.meta["val"].dtype).min
         seen = self.constants.emit(aten.gt.Scalar, mask, least) if content.hides else None
         return seen, mask if content.adds else None
-
-    def _leave(self, masks: Sequence[Step], shape: Sequence[int], dtype: torch.dtype) -> Mask | str:
-        """Keep masks that hide all keys of a query: adding the only one, all finite, is what the model does."""
-        doubt = "its mask leaves a query no key"
-        only = self._widen(masks[0].source, masks[0].frame, shape)
-        content = self._read(only) if len(masks) == 1 and masks[0].kind == "add" else None
-        same = content is not None and content.finite and only.meta["val"].dtype == dtype
-        return Mask("kept", "constant", doubt, constant=only) if same else doubt
 
     def _add(self, bias: fx.Node, seen: fx.Node | None, words: str, dtype: torch.dtype) -> Mask | str:
         """Write a bias and the hidden keys as one additive mask."""

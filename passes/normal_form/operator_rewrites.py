@@ -41,20 +41,15 @@ _recurrent = _refused(
     "{} is a whole recurrent layer, which is not supported: write its steps with linear operators, or leave the layer "
     "out of the compiled model"
 )
-_sparse = _refused(
-    "an embedding with sparse=True has a sparse gradient, which ranks cannot sum: leave sparse out (a dense gradient "
-    "has the same numbers)"
-)
-_by_frequency = _refused(
-    "an embedding with scale_grad_by_freq=True divides gradients by the frequency of a token in the whole batch, but a "
-    "program sees one microbatch at a time: leave it out"
+_unlike_dense = _refused(
+    "ranks cannot sum the sparse gradient of an embedding with sparse=True, nor divide it by the frequency of a token "
+    "in the whole batch (scale_grad_by_freq=True), of which they see one microbatch at a time: leave these options out"
 )
 _embedding_bag = _refused("an embedding bag is not supported: write an embedding and the mean or sum of bags")
 
 
 def _embedding(call: Call) -> fx.Node | None:
-    refused = _sparse if call.argument("sparse") else _by_frequency if call.argument("scale_grad_by_freq") else None
-    return refused(call) if refused else None
+    return _unlike_dense(call) if call.argument("sparse") or call.argument("scale_grad_by_freq") else None
 
 
 def _cast(call: Call) -> fx.Node | None:
@@ -319,12 +314,6 @@ def _filled(factory: OpOverload) -> Rule:
     return rule
 
 
-def _rrelu(call: Call) -> fx.Node | None:
-    """Write the mean of its slopes, which is its form without randomness."""
-    slopes = call.argument("lower") + call.argument("upper")
-    return None if call.argument("training") else call.emit(aten.leaky_relu.default, call.source, slopes / 2)
-
-
 def _route(call: Call) -> fx.Node:
     """Write that each rank has all experts so far."""
     experts, _, number = call.args
@@ -355,7 +344,6 @@ RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike
     aten.index.Tensor: loss_rewrites.write_index,
     aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeat_interleave,
-    aten.rrelu.default: _rrelu,
     aten.slice.Tensor: _slice,
     aten.chunk.default: _chunk,
     aten.detach.default: lambda call: None if call.source in call.writer.trained else call.source,

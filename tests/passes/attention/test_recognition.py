@@ -530,7 +530,7 @@ PARTS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     ),
     "row without keys, added": (
         lambda m, q, k, v, i: attend(q, k, v, lambda s: s + torch.full((S, S), LEAST, dtype=s.dtype).triu(0)),
-        "constant",
+        "",
         "its mask leaves a query no key",
     ),
     "filled by the batch": (

@@ -17,7 +17,6 @@ WIDTH = 8
 ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: getattr(torch, name) for name in ("atan", "sinh", "cosh", "asinh", "sinc", "sgn")},
     **{name: partial(getattr(F, name)) for name in ("hardshrink", "softshrink", "hardswish")},
-    "rrelu": lambda x: F.rrelu(x, 0.1, 0.5),  # that of evaluation, as its default is
     "asin": lambda x: torch.asin(x.tanh() / 2) + torch.acos(x.tanh() / 2) + torch.atanh(x.tanh() / 2),
     "acosh": lambda x: torch.acosh(1.5 + x.square()),
     "erfinv": lambda x: torch.erfinv(x.tanh() / 2),
