@@ -16,7 +16,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 class CaptureError(ValueError):
-    """What a forward does, and no traced program can hold or repeat."""
+    """A call or an effect of a forward that no traced program can hold or repeat."""
 
 
 def user_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
