@@ -1,18 +1,19 @@
-"""Slices, splits, joins and scatters: results with some rows of a dimension, or with more."""
+"""Slices, splits, joins, scatters, and picks by numbers: results with some rows of a dimension, or with more."""
 
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoptd.passes.ir.nodes import argument, as_results, called, operator_name, shape_of
 from autoptd.passes.ir.views import read_cut, read_dim
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
-from autoptd.passes.operators.axis_map import AxisMap
+from autoptd.passes.operators.axis_map import AxisMap, opaque
 from autoptd.passes.operators.layout import LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -75,6 +76,49 @@ def _scatter_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
         for axis in pair if place == dim else ():
             ax.block(axis, f"{called(node)} replaces rows of it")
     return into
+
+
+def _index_axes(axis_map: AxisMap, node: fx.Node) -> Any:
+    """Rows picked out of one dimension by a tensor of numbers: that dimension is needed whole."""
+    own = axis_map.of(node.args[0])
+    picks = _picks(node)
+    if len(picks) != 1:
+        return opaque(axis_map, node)
+    ((dim, numbers),) = picks.items()
+    if numbers.meta["val"].is_floating_point() or numbers.meta["val"].dtype == torch.bool:
+        return opaque(axis_map, node)
+    ax.block(own[dim], f"{called(node)} picks from it")
+    if numbers not in axis_map.batch:
+        for axis in axis_map.of(numbers):
+            ax.block(axis, f"{called(node)} picks by it")
+    return (*own[:dim], *axis_map.of(numbers), *own[dim + 1 :])
+
+
+def _put_axes(axis_map: AxisMap, node: fx.Node) -> Any:
+    """Elements of the last dimensions replaced by numbers: the dimensions before these are the same of both."""
+    into, rows = (axis_map.of(node.args[at]) for at in (0, 2))
+    lead = _lead(node)
+    if not lead:
+        return opaque(axis_map, node)
+    for axis in chain(into[lead:], rows[lead:], *map(axis_map.of, _picks(node).values())):
+        ax.block(axis, f"{called(node)} puts elements into it")
+    for pair in zip(into[:lead], rows, strict=False):
+        ax.unify(*pair)
+    return into
+
+
+def _lead(node: fx.Node) -> int:
+    """Return how many dimensions are before those that an ``index_put`` picks; 0 if others follow, or rows repeat."""
+    into, rows, picks = shape_of(node), shape_of(node.args[2]), _picks(node)  # type: ignore[arg-type]
+    numbers, lead = [n.meta["val"] for n in picks.values()], len(into) - len(picks)
+    last = [*picks] == [*range(lead, len(into))] and all(n.dtype != torch.bool for n in numbers)
+    plain = last and rows[:lead] == into[:lead] and len(rows) == lead + max(n.dim() for n in numbers)
+    return lead if plain else 0
+
+
+def _picks(node: fx.Node) -> dict[int, fx.Node]:
+    given: Any = node.args[1]
+    return {d: numbers for d, numbers in enumerate(given) if numbers is not None}
 
 
 # One rank's call
@@ -152,6 +196,23 @@ def _getitem_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacemen
     return found if found is proof.PARTIAL else proof.UNKNOWN
 
 
+def _index_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    """Rows picked alike on every rank; the dimensions before the first picked one stay where they are."""
+    picks, placement = _picks(node), proof.read(node.args[0], placements)
+    if any(proof.read(numbers, placements) is not proof.WHOLE for numbers in picks.values()):
+        return proof.UNKNOWN
+    moved = len(picks) > 1 or len(shape_of(node)) != len(shape_of(node.args[0]))  # type: ignore[arg-type]
+    return proof.UNKNOWN if placement.dim is not None and (placement.dim in picks or moved) else placement
+
+
+def _put_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    """Both divided alike, along a dimension before those that numbers pick."""
+    given: Any = [(n, proof.read(n, placements)) for n in (node.args[0], node.args[2])]
+    picked = (proof.read(numbers, placements) is proof.WHOLE for numbers in _picks(node).values())
+    known = all(picked) and {p.dim for _, p in given} <= {*range(_lead(node))}
+    return proof.merge(given, shape_of(node)) if known else proof.UNKNOWN
+
+
 # The sequence-first layout
 
 
@@ -195,12 +256,13 @@ _JOIN = OperatorRules(axes=_join_axes, order=_join_order, keeps="nothing", trait
 
 RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.slice, aten.narrow), replace(_SLICE, traits=_SAFE | Trait.TAKES)),
-    **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk), _SPLIT),
-    aten.tensor_split: replace(_SPLIT, of_partial=proof.refuse_partial),
+    **dict.fromkeys((aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split), _SPLIT),
     **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), replace(_JOIN, placed=_cat_placed)),
     aten.stack: replace(_JOIN, placed=_stack_placed),
     aten.repeat_interleave: OperatorRules(keeps="nothing"),
     **dict.fromkeys((aten.slice_scatter, aten.select_scatter), OperatorRules(axes=_scatter_axes)),
+    aten.index: OperatorRules(axes=_index_axes, placed=_index_placed, keeps="nothing"),
+    aten.index_put: OperatorRules(axes=_put_axes, placed=_put_placed),
     operator.getitem: OperatorRules(
         axes=lambda axis_map, node: axis_map.axes[node.args[0]][node.args[1]],  # type: ignore[index]
         placed=_getitem_placed,

@@ -1,4 +1,4 @@
-"""Scores of classes: their losses, softmaxes and maxima, and picks among them, over a vocabulary that may be divided.
+"""A vocabulary that may be divided: lookups of rows, and of scores losses, softmaxes, maxima and picks among them.
 
 Each contracts the classes, so that a rank keeps its own and a few numbers per row are all-reduced (SC21 §2.3). What
 ranks then hold of a log_softmax is divided like its argument: sums over it are partial, as all sums are.
@@ -79,6 +79,15 @@ def _one_hot_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     return (*axis_map.of(node.args[0]), ax.Axis(shape_of(node)[-1]))
 
 
+def _lookup_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
+    """Contract the vocabulary in a lookup: one-hot(ids) x weight."""
+    weight, ids = axis_map.of(node.args[0]), axis_map.of(node.args[1])
+    axis_map.contract_classes(node, weight[0])
+    if node.args[1] not in axis_map.batch:
+        ax.block(weight[0], f"{called(node)} looks up the same rows in every step")
+    return (*ids, weight[1])
+
+
 # One rank's call
 
 
@@ -140,6 +149,14 @@ def _loss_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
     return made
 
 
+def _lookup_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
+    """Vocabulary-parallel lookup: each rank looks up what its rows hold, the sum is the embedding."""
+    padding = argument(node, 2, "padding_idx", -1)
+    known = (axis.size, padding) if padding >= 0 else (axis.size,)
+    args = (localizer.rank, localizer.whole(node.args[0]), localizer.whole(node.args[1]), *known)
+    return localizer.add(kernels.embedding, args, node, name=node.name, partial=True)
+
+
 # The proof
 
 
@@ -154,6 +171,16 @@ def _whole_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
 def _one_hot_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     whole = proof.read(node.args[1], placements) is proof.WHOLE
     return Shard(len(shape_of(node)) - 1) if whole else proof.UNKNOWN
+
+
+def _lookup_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    """Prove a plain lookup: columns of the table may be divided, rows not."""
+    placement = proof.read(node.args[0], placements)
+    if placement.dim == 0:
+        raise proof.PlacementError(
+            f"looks up rows of {node.args[0]}, which are divided over the tensor ranks: expected kernels.embedding"
+        )
+    return proof.UNKNOWN if placement.dim is None else replace(placement, dim=len(shape_of(node)) - 1)
 
 
 # The sequence-first layout
@@ -171,13 +198,9 @@ def _loss_order(writer: LayoutWriter, node: fx.Node) -> Written:
     return writer.write((writer.value(logits), writer.fit(target, rows), *others), kwargs), bool(shape_of(node))
 
 
-def _gather_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    source, dim, index = node.args[:3]
-    order, dim = writer.order(source), int(dim)  # type: ignore[arg-type]
-    out = writer.order(node)
-    if not order.transposed or order.holds(dim) or (out.pair, out.rows) != (order.pair, order.rows):
-        return None
-    return writer.write((writer.value(source), order.place(dim), writer.fit(index, order))), True
+def _lookup_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    weight, ids, *rest = node.args
+    return writer.write((writer.restore(weight), writer.value(ids), *rest), node.kwargs), ids in writer.transposed
 
 
 # Costs
@@ -196,6 +219,22 @@ def _whole_loss(node: fx.Node, value: Value, *wanted: Sequence[fx.Node]) -> Work
     size = value.bytes(logits)
     read, written = (2 * size, 2 * size) if wanted else (size + value.bytes(target), size)
     return Work(elementwise=value.count(logits), read=read, written=written, launches=2)
+
+
+def _lookup_work(node: fx.Node, value: Value) -> Work:
+    """Of the table only the rows looked up; a divided table's are masked once more."""
+    ids = tensor_arguments(node)[1]
+    passes = 2 if node.target is kernels.embedding else 1
+    size = passes * value.bytes(node)
+    return Work(read=size + value.bytes(ids), written=size, launches=passes)
+
+
+def _lookup_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """A whole table of zeros, to whose rows gradients are added."""
+    table, ids = tensor_arguments(node)[:2]
+    passes, size = 2 if node.target is kernels.embedding else 1, value.bytes(node)
+    read, written = (passes + 1) * size + value.bytes(ids), value.bytes(table) + passes * size
+    return Work(elementwise=value.count(node), read=read, written=written, launches=passes + 1)
 
 
 _CLASSES = Trait.PADDING_SAFE | Trait.KNOWS_SIZE
@@ -218,6 +257,7 @@ _REDUCED = OperatorRules(
 _LOSS = OperatorRules(
     axes=_loss_axes, local=if_divided(_loss_local), order=_loss_order, copies=contiguous_copies, traits=_ROWS
 )
+_LOOKUP = OperatorRules(placed=_lookup_placed, work=_lookup_work, backward=_lookup_backward, traits=_ROWS)
 
 
 def _kernel(whole: str, numbers: int, dim: int | None = None) -> OperatorRules:
@@ -227,13 +267,18 @@ def _kernel(whole: str, numbers: int, dim: int | None = None) -> OperatorRules:
 
 
 RULES: Mapping[Any, OperatorRules] = {
+    aten.embedding: replace(_LOOKUP, axes=_lookup_axes, local=if_divided(_lookup_local), order=_lookup_order),
+    kernels.lookup: _LOOKUP,
+    kernels.embedding: replace(
+        _LOOKUP, placed=proof.divided(0, proof.PARTIAL, "aten.embedding"), traits=Trait.ANY_PLACEMENT
+    ),
     aten.softmax: replace(_SOFTMAX, copies=contiguous_copies),
     aten.log_softmax: replace(_LOGARITHM, copies=contiguous_copies),
     aten._softmax: _SOFTMAX,
     aten._log_softmax: _LOGARITHM,
     aten.logsumexp: replace(_REDUCED, local=if_divided(_logsumexp_local), order=drop_order, traits=_CLASSES),
     **dict.fromkeys((aten.max, aten.argmax), replace(_REDUCED, local=if_divided(_maximum_local))),
-    aten.gather: OperatorRules(axes=_gather_axes, local=if_divided(_gather_local), order=_gather_order, traits=_ROWS),
+    aten.gather: OperatorRules(axes=_gather_axes, local=if_divided(_gather_local), traits=_ROWS),
     aten.cross_entropy_loss: replace(_LOSS, placed=_whole_placed, work=_whole_loss, backward=_whole_loss),
     **dict.fromkeys((aten.nll_loss, aten.nll_loss_nd), _LOSS),
     kernels.cross_entropy: _kernel("aten.cross_entropy_loss", 3, 1),

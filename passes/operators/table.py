@@ -7,18 +7,7 @@ from torch._ops import OpOverload
 
 from autoptd.passes.ir.autograd_functions import is_elementwise
 from autoptd.passes.ir.products import read_einsum
-from autoptd.passes.operators import (
-    attention,
-    experts,
-    kernels,
-    pieces,
-    pointwise,
-    products,
-    reductions,
-    scores,
-    views,
-    vocabulary,
-)
+from autoptd.passes.operators import attention, experts, kernels, pieces, pointwise, products, reductions, scores, views
 from autoptd.passes.operators.pointwise import FOREIGN
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR
@@ -26,7 +15,7 @@ from autoptd.runtime.kernels.autograd_function import AutogradFunction
 
 __all__ = ["FOREIGN", "OPERATORS", "Trait", "has_trait", "rules_of", "strip"]
 
-_FAMILIES = (attention, experts, kernels, pieces, pointwise, products, reductions, scores, views, vocabulary)
+_FAMILIES = (attention, experts, kernels, pieces, pointwise, products, reductions, scores, views)
 OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
 
 

@@ -119,20 +119,15 @@ def _permute_order(writer: LayoutWriter, node: fx.Node) -> Written:
     return writer.permute(writer.value(node.args[0]), permutation, node.name), out.transposed
 
 
-def _unsqueeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    source, dim = node.args[0], dim_map(node).index(None)
-    order = writer.order(source)
-    if not writer.carries(node, order):  # it comes between batch and sequence
-        return None
-    return writer.write((writer.value(source), dim)), order.transposed
-
-
 def _squeeze_order(writer: LayoutWriter, node: fx.Node) -> Written:
-    order = writer.order(node.args[0])
+    """Add or drop a dimension of size 1, unless that comes between batch and sequence."""
+    source, order = node.args[0], writer.order(node.args[0])
     if not writer.carries(node, order):
         return None
-    shape = replace(writer.order(node), transposed=order.transposed).arranged
-    return writer.write((writer.value(node.args[0]), shape), target=aten.reshape.default), order.transposed
+    if not order.transposed:
+        return writer.write((writer.value(source), *node.args[1:]), node.kwargs), False
+    shape = replace(writer.order(node), transposed=True).arranged
+    return writer.write((writer.value(source), shape), target=aten.reshape.default), True
 
 
 def _expand_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -188,6 +183,7 @@ _RESHAPE = OperatorRules(
     copies=lambda given, value: 0 if is_view(given[0], value.shape) else float_bytes(given[0]),
     traits=_SAFE | Trait.RESHAPES,
 )
+_SQUEEZE = replace(_MOVE, order=_squeeze_order, traits=_SAFE | Trait.SQUEEZES)
 _PERMUTE = replace(_MOVE, order=_permute_order, traits=_SAFE | Trait.PERMUTES)
 PART = replace(_MOVE, order=partial(drop_order, picks=True), backward=view_backward)
 _EXPAND = replace(PART, local=sized_local(1), order=_expand_order, traits=_SAFE | Trait.REPEATS)
@@ -196,10 +192,10 @@ _PAIR = OperatorRules(axes=mapped_axes("makes numbers of it"), placed=move_place
 
 RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), _RESHAPE),
-    **dict.fromkeys((aten.transpose, aten.swapaxes, aten.permute), _PERMUTE),
-    **dict.fromkeys((aten.swapdims, aten.t, aten.numpy_T), replace(_PERMUTE, order=None)),
-    aten.unsqueeze: replace(_MOVE, order=_unsqueeze_order, traits=_SAFE | Trait.SQUEEZES),
-    aten.squeeze: replace(_MOVE, order=_squeeze_order, traits=_SAFE | Trait.SQUEEZES),
+    **dict.fromkeys((aten.transpose, aten.swapaxes, aten.swapdims, aten.permute, aten.t, aten.numpy_T), _PERMUTE),
+    **dict.fromkeys(
+        (aten.unsqueeze, aten.squeeze), replace(_MOVE, order=_squeeze_order, traits=_SAFE | Trait.SQUEEZES)
+    ),
     **dict.fromkeys((aten.expand, aten.broadcast_to), _EXPAND),
     aten.select: replace(PART, axes=mapped_axes("selects from it"), traits=_SAFE | Trait.TAKES),
     aten.unbind: replace(PART, axes=mapped_axes("takes it apart")),

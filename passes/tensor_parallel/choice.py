@@ -6,7 +6,7 @@ tensor exclude each other. For a GPT layer the optimum is Megatron's: heads and 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping
 from functools import cache
 from itertools import chain, combinations, product
 from math import gcd, prod
@@ -232,23 +232,13 @@ def _require_heads(axis_map: AxisMap, divided: Mapping[Axis, int]) -> None:
         )
 
 
-def _find_rival(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int], own: Sequence[Axis]) -> str:
-    """Return the reason why a divided leaf, which saves more, excludes the leaves `own` of one tensor; or ""."""
-    for node in graph.nodes:
-        for axes in axis_map.all_of(node):
-            met = {leaf for axis in axes for leaf in ax.leaves(axis)}
-            if not met.isdisjoint(own) and ax.is_divided(axes, divided):
-                name = node.target if node.op == "get_attr" else called(node)
-                return f"its heads meet a dimension in {name} that is divided, which saves more"
-    return ""
-
-
-def _explain(axis: Axis, tensor: int) -> str:
-    """Return the reason why a dimension of a weight is whole."""
-    own = list(ax.leaves(axis))
+def _explain(axis: Axis, tensor: int, batch: Container[Axis] = ()) -> str:
+    """Return the reason why a dimension is whole. That it has leaves of the `batch` is none: every attention has."""
+    own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
     blocked = next((leaf.blocked for leaf in own if leaf.blocked), "")
     odd = next((f"{tensor} does not divide {leaf.size}" for leaf in own if leaf.size % tensor), "")
-    return blocked or odd or f"another dimension beside {ax.find(axis).size} saves more"
+    beside = f"a tensor has {ax.find(axis).size} twice, or another dimension beside it that saves more"
+    return blocked or odd or (beside if own else "it has no dimension of heads")
 
 
 def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int]) -> list[str]:
@@ -257,13 +247,9 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
     batch = _batch_leaves(axis_map)
     for node, axis in axis_map.heads:
         if not ax.is_divided([axis, *axis_map.of(node)], divided):
-            # Every attention has a batch dimension, which is no reason.
-            own = [leaf for leaf in ax.leaves(axis) if leaf not in batch]
-            twice, none = "a tensor has its heads twice, or among other rows", "it has no dimension of heads"
-            why = _find_rival(graph, axis_map, divided, own) or (twice if own else none)
-            why = min((leaf.blocked for leaf in own if leaf.blocked), default=why)
             cost = f"{forward_work(node).flops:,} FLOPs a forward on each of {axis_map.tensor} ranks"
             name = operator_name(node.target)
+            why = _explain(axis, axis_map.tensor, batch)
             lines[f"attention replicated ({name}, {cost}) because {why}"].append(where(node))
     for (node, tensor), dim in axis_map.kv_heads.items():
         heads = ax.factors(axis_map.of(tensor)[dim])[0].size
