@@ -68,13 +68,9 @@ def read_examples(
     order = {name: place for place, name in enumerate((*forward, *targets))}
     names = sorted((n for n in given if n not in constants), key=lambda name: order.get(name, len(order)))
     shapes = {name: tuple(given[name].shape) for name in names}
-    if not names:
-        raise ValueError("example_inputs has no tensor; pass the tensors of one microbatch by argument name")
-    for name, shape in shapes.items():
-        if 0 in shape:
-            raise ValueError(
-                f"example input {name!r} has the shape {list(shape)}, which is empty: pass one of the size of training"
-            )
+    if not names or any(0 in shape for shape in shapes.values()):
+        found = ", ".join(f"{name} of shape {list(shape)}" for name, shape in shapes.items()) or "no tensor"
+        raise ValueError(f"example_inputs has {found}; pass the tensors of one microbatch of training, none empty")
     first = list(shapes[names[0]])
     size = (first or [1])[0] if microbatch_size is None else microbatch_size
     if microbatch_size is not None and size not in first:

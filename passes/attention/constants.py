@@ -65,12 +65,11 @@ class Constants:
 
     def finish(self, graph: fx.Graph) -> Stage:
         """Return the stage of `graph` without the constants that it no longer loads."""
-        used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-        loaded = used & {name for name, p in self.parameters.items() if p.kind == "constant"}
-        constants = constants_graph(self.sources, loaded)
+        used = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+        constants = constants_graph(self.sources, {n for n in used if self.parameters[n].kind == "constant"})
         used.update(str(node.target) for node in constants.find_nodes(op="get_attr"))
-        used.update(n for n, p in self.parameters.items() if p.kind != "constant" and not is_lifted(n))
-        return Stage(graph, {n: p for n, p in self.parameters.items() if n in used}, constants)
+        own = {n for n, p in self.parameters.items() if p.kind != "constant" and not is_lifted(n)}
+        return Stage(graph, {n: p for n, p in self.parameters.items() if n in used | own}, constants)
 
     def emit(self, target: Any, *args: Any) -> fx.Node:
         """Add a constant, each distinct one once."""

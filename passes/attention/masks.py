@@ -164,10 +164,8 @@ class Masks:
 
     def _add(self, bias: fx.Node, seen: fx.Node | None, words: str, dtype: torch.dtype) -> Mask | str:
         """Write a bias and the hidden keys as one additive mask."""
-        if torch.promote_types(bias.meta["val"].dtype, dtype) != dtype:
-            return _wider(bias, dtype)
         if bias.meta["val"].dtype != dtype:
-            bias = self.constants.emit(aten.to.dtype, bias, dtype)
+            return _wider(bias, dtype)
         if seen is not None:
             bias = self.constants.emit(aten.where.ScalarOther, seen, bias, float("-inf"))
         return Mask("kept", words, constant=bias)

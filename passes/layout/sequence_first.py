@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import copy_node, has_gradients, results_of
+from autoptd.passes.ir.nodes import copy_node, results_of
 from autoptd.passes.ir.program import Program
 from autoptd.passes.layout.copies import Strides, find_copies
 from autoptd.passes.layout.packed_projections import unpack_projections
@@ -47,8 +47,6 @@ def rewrite_layout(program: Program) -> Program:
     strides = Strides(program.mesh)
     writer = LayoutWriter(strides.visit, axis_map, [n for n in axis_map.inputs if str(n.target) in tokens])
     graph = _run(writer, source)
-    if not any(has_gradients(node.meta["val"]) for node in writer.transposed):
-        return _leave(program, "no activation is [b, s, h]")
     before, after = (sum(find_copies(g, strides).values()) for g in (stage.graph, graph))
     undone = "".join(f"; undone for {count} {name}" for name, count in writer.undone.most_common(3))
     if after > before:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.nodes import argument, is_lifted, walk
+from autoptd.passes.ir.nodes import argument, is_lifted, shape_of, walk
 from autoptd.passes.operators.proof import elementwise
 from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten
@@ -28,11 +28,8 @@ class MaskJudge:
         self.judge = cache(self._judge)
 
     def _judge(self, mask: fx.Node) -> str:
-        shape = mask.meta["val"].shape
-        if len(shape) < 2:
-            value = self.value(mask)
-            return "open" if value is not None and bool(value.all()) else "kept"
-        is_open, is_causal = True, shape[-2] == shape[-1]
+        *_, rows, keys = (1, 1, *shape_of(mask))
+        is_open, is_causal = True, rows == keys
         for start, block in self.blocks(mask):
             if block is None:
                 return "unknown"
@@ -46,7 +43,8 @@ class MaskJudge:
         """Yield blocks of rows of a mask [.., queries, keys], with the first row's number; None: not computed."""
         shape = mask.meta["val"].shape
         if len(shape) < 2 or shape.numel() > _LIMIT:
-            yield 0, self.value(mask) if len(shape) < 2 else None
+            value = self.value(mask) if len(shape) < 2 else None
+            yield 0, None if value is None else value.view(1, -1)
             return
         rows = max(1, _BLOCK // max(1, shape.numel() // shape[-2]))
         for start in range(0, shape[-2], rows):

@@ -151,7 +151,8 @@ class Writer:
     def derive(self, node: fx.Node, made: fx.Node, values: Mapping[fx.Node, Any]) -> Cell:
         """Return the cell of the operator `node`, written as `made`: its argument's own, a view, or new memory."""
         source = values.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-        if not isinstance(source, Cell) or not _is_view(node.target):
+        aliases = node.target is operator.getitem or (isinstance(node.target, OpOverload) and node.target.is_view)
+        if not isinstance(source, Cell) or not aliases:
             return Cell(made)
         if node.target is operator.getitem:  # without a base one of several new tensors, as of topk
             return Cell(made, base=source.base, view=made, seen=source.seen)
@@ -212,11 +213,6 @@ def refuse_owned(cell: Cell, node: fx.Node) -> None:
             "supported. Keep it constant, or update it outside forward; if only the first call fills it, make that "
             "call before compile; if it is a cache of earlier tokens, call forward without it"
         )
-
-
-@functools.cache
-def _is_view(target: Any) -> bool:
-    return target is operator.getitem or (isinstance(target, OpOverload) and bool(target.is_view))
 
 
 def _copies(made: fx.Node, source: fx.Node) -> bool:
