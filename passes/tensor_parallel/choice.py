@@ -1,8 +1,9 @@
 """The choice of the axes to divide over the tensor ranks: the exact optimum.
 
-Dividing an axis saves memory on every rank (parameters with their gradients and optimizer state, activations) and
-costs all-reduces where the axis is contracted or where a replicated value enters the divided region. Two axes of one
-tensor exclude each other. For a GPT layer the optimum is Megatron's: heads and MLP width (SC21 §2.3).
+Dividing an axis saves memory on every rank (parameters with their gradients and optimizer state, activations). Two axes
+of one tensor exclude each other: those that save most are divided. The all-reduces, where an axis is contracted or a
+replicated value enters the divided region, do not decide: models with two ways that save alike are not known. For a GPT
+layer the optimum is Megatron's: heads and MLP width (SC21 §2.3).
 """
 
 from collections import Counter, defaultdict
@@ -10,7 +11,7 @@ from collections.abc import Container, Mapping
 from functools import cache
 from itertools import chain, combinations, product
 from math import gcd, prod
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import networkx as nx
 from torch import fx
@@ -47,9 +48,9 @@ def choose_axes(graph: fx.Graph, axis_map: AxisMap) -> tuple[dict[Axis, int], li
 
 def _divide(graph: fx.Graph, axis_map: AxisMap) -> dict[Axis, int]:
     """Choose among the axes that are not blocked."""
-    rivals, saved, moved = _measure(graph, axis_map)
+    rivals, saved = _measure(graph, axis_map)
     rivals.remove_nodes_from([leaf for leaf in rivals if not saved[leaf] or rivals.has_edge(leaf, leaf)])
-    divided = {leaf: -leaf.size % axis_map.tensor for leaf in solve(rivals, saved, moved)}
+    divided = {leaf: -leaf.size % axis_map.tensor for leaf in solve(rivals, saved)}
     unread = _unread_segments(graph, axis_map, divided)
     return {leaf: padding for leaf, padding in divided.items() if leaf not in unread}
 
@@ -75,13 +76,13 @@ def _paddable(graph: fx.Graph, axis_map: AxisMap) -> set[Axis]:
     return wanted
 
 
-def _measure(graph: fx.Graph, axis_map: AxisMap) -> tuple[nx.Graph, Counter[Axis], Counter[Axis]]:
-    """Walk the graph once: the leaves that may be divided, and the bytes that each saves and moves.
+def _measure(graph: fx.Graph, axis_map: AxisMap) -> tuple[nx.Graph, Counter[Axis]]:
+    """Walk the graph once: the leaves that may be divided, and the bytes that each saves.
 
     They are joined where they exclude each other, and to themselves if none may be divided after all: those that one
     tensor has twice, or as a segment that an outer factor repeats. Bytes are per microbatch and rank.
     """
-    rivals, saved, moved = nx.Graph(), Counter[Axis](), Counter[Axis]()
+    rivals, saved = nx.Graph(), Counter[Axis]()
     tensor, padded = axis_map.tensor, _paddable(graph, axis_map)
 
     def fits(leaf: Axis) -> bool:
@@ -102,8 +103,7 @@ def _measure(graph: fx.Graph, axis_map: AxisMap) -> tuple[nx.Graph, Counter[Axis
             rivals.add_edges_from((leaf, leaf) for leaf in inner.intersection(chain.from_iterable(groups)))
             for one, other in combinations(groups, 2):
                 rivals.add_edges_from(product(one, other))
-        moved.update(_count_moved(node, axis_map))
-    return rivals, saved, moved
+    return rivals, saved
 
 
 def _unread_segments(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, int]) -> set[Axis]:
@@ -142,38 +142,24 @@ def _is_mixed(axis: Axis, divided: Mapping[Axis, int]) -> bool:
     return len(segments) > 1 or any(_is_mixed(part, divided) for part in axis.parts)
 
 
-def _count_moved(node: fx.Node, axis_map: AxisMap) -> Counter[Axis]:
-    """Return the bytes all-reduced for each leaf that `node` contracts, or has although an argument lacks it."""
-    moved = Counter[Axis]()
-    own, contracted = axis_map.leaves_of(node), axis_map.contractions.get(node)
-    for leaf in ax.leaves(contracted) if contracted is not None else ():
-        if leaf not in own:
-            moved[leaf] += sum(value.nbytes for value in results_of(node))
-    for source in node.all_input_nodes:
-        if own and node.op == source.op == "call_function":
-            size = sum(value.nbytes for value in results_of(source))
-            moved.update(dict.fromkeys(own - axis_map.leaves_of(source), size))
-    return moved
-
-
-def solve(rivals: nx.Graph, saved: Mapping[Axis, int], moved: Mapping[Axis, int]) -> list[Axis]:
-    """Return the leaves to divide, no two of them `rivals`: most bytes saved, then fewest moved, then the first."""
+def solve(rivals: nx.Graph, saved: Mapping[Axis, int]) -> list[Axis]:
+    """Return the leaves to divide, no two of them `rivals`: most bytes saved, then the first."""
 
     @cache
-    def best(free: tuple[Axis, ...]) -> tuple[int, int, tuple[Axis, ...]]:
+    def best(free: tuple[Axis, ...]) -> tuple[int, tuple[Axis, ...]]:
         if not free:
-            return 0, 0, ()
+            return 0, ()
         first, *others = free
         left = tuple(leaf for leaf in others if leaf not in rivals[first])
-        total, cost, taken = best(left)
-        with_first = total + saved[first], cost - moved[first], (first, *taken)
+        total, taken = best(left)
+        with_first = total + saved[first], (first, *taken)
         if len(left) == len(others):
             return with_first
-        return max(with_first, best(tuple(others)), key=lambda choice: choice[:2])
+        return max(with_first, best(tuple(others)), key=itemgetter(0))
 
     order = attrgetter("serial")
     groups = (tuple(sorted(group, key=order)) for group in nx.connected_components(rivals))
-    return sorted(chain.from_iterable(best(group)[2] for group in groups), key=order)
+    return sorted(chain.from_iterable(best(group)[1] for group in groups), key=order)
 
 
 def replicated_heads(axis_map: AxisMap) -> frozenset[fx.Node]:

@@ -7,7 +7,7 @@ So where x is gathered first (`collectives.gather_to_tensor`); then the operator
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +85,10 @@ def _join(f: fx.Node, readers: Sequence[MatrixProduct]) -> Match:
         x = Call(first.x.target, (x, *first.x.args[1:]), first.x)
     members = {f, *(reader.x for reader in readers)}
     if len(readers) == 1:
-        return Match(_single(rank, x, first, options), members)
+        activated = first.node.target is kernels.linear_gelu
+        target = collectives.copied_linear_gelu if activated else collectives.copied_linear
+        options = (_approximation(first) if activated else {}) | options
+        return Match(Call(target, (rank, x, *first.parameters), first.node, options), members)
     weights, biases = ([getattr(r, name) for r in readers] for name in ("weight", "bias"))
     given = [biases] if any(bias is not None for bias in biases) else []
     nodes = tuple(_without_gelu(reader) for reader in readers)
@@ -103,14 +106,6 @@ def _without_gelu(reader: MatrixProduct) -> fx.Node:
     change_info(linear, name=f"{node.name}_linear", value=None)
     node.target, node.args, node.kwargs = aten.gelu.default, (linear,), _approximation(reader)
     return linear
-
-
-def _single(rank: Any, x: Any, reader: MatrixProduct, options: Mapping[str, Any]) -> Call:
-    """Return the operator for one reader."""
-    args, node = (rank, x, *reader.parameters), reader.node
-    if node.target is kernels.linear_gelu:
-        return Call(collectives.copied_linear_gelu, args, node, {**_approximation(reader), **options})
-    return Call(collectives.copied_linear, args, node, options)
 
 
 def _approximation(reader: MatrixProduct) -> dict[str, Any]:
