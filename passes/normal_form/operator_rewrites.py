@@ -228,17 +228,9 @@ def _dropout(call: Call) -> fx.Node | None:
     p = call.argument("p")
     if p == 0 or not call.argument("train"):
         return call.source
+    if call.node.target is not aten.dropout.default:
+        return None  # of whole channels, or that keeps a mean and a variance: refused as random
     return call.emit(kernels.dropout, call.writer.rank, call.source, p, call.writer.next_number("dropouts"))
-
-
-def _feature_dropout(call: Call) -> fx.Node | None:
-    """Write the dropout of whole channels as that of a one for each channel of each sample."""
-    if call.argument("p") == 0 or not call.argument("train"):
-        return call.source
-    shape = [*call.val.shape[:2], *[1] * (call.val.dim() - 2)]
-    ones = call.fill(aten.ones.default, shape, call.val.dtype)
-    mask = call.draw(kernels.dropout, ones, call.argument("p"), call.writer.next_number("dropouts"))
-    return call.emit(aten.mul.Tensor, call.source, mask)
 
 
 def _draw(call: Call) -> fx.Node | None:
@@ -253,7 +245,9 @@ def _draw(call: Call) -> fx.Node | None:
         while like.target is aten.zeros_like.default:
             like = like.args[0]
         like = like if like.meta["val"].dtype == dtype else call.derive(aten.to.dtype, like, dtype)
-        return call.draw(kernels.uniform, like, call.writer.next_number("draws"))
+        val = torch.empty_like(like.meta["val"], memory_format=torch.contiguous_format)
+        args = call.writer.rank, like, call.writer.next_number("draws")
+        return call.writer.emit(kernels.uniform, args, {**call.meta, "val": val})
 
     given = name_arguments(call.node.target, call.args, call.kwargs)
     for name in ("mean", "std"):  # no gradient reaches them, as in torch
@@ -363,8 +357,7 @@ RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike
     aten.cat.default: _concatenate,
     aten.max.other: _as(aten.maximum.default),
     aten.min.other: _as(aten.minimum.default),
-    aten.dropout.default: _dropout,
-    aten.feature_dropout.default: _feature_dropout,
+    **dict.fromkeys((aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default), _dropout),
     aten.empty.memory_format: _filled(aten.zeros.default),
     aten.scaled_dot_product_attention.default: _attention,
     **{

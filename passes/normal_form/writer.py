@@ -65,11 +65,6 @@ class Call:
         val = torch.empty(shape, dtype=dtype, device="meta")
         return self.writer.emit(target, (list(shape),), {**self.meta, "val": val}, {"dtype": dtype})
 
-    def draw(self, target: Any, x: fx.Node, *args: Any) -> fx.Node:
-        """Append a call of one of our functions that draw for each element of `x`."""
-        val = torch.empty_like(x.meta["val"], memory_format=torch.contiguous_format)
-        return self.writer.emit(target, (self.writer.rank, x, *args), {**self.meta, "val": val})
-
     def reshape(self, x: fx.Node, shape: list[int]) -> fx.Node:
         """Append a reshape; return what has that shape as it is."""
         return x if list(x.meta["val"].shape) == shape else self.derive(aten.reshape.default, x, shape)

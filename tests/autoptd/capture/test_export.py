@@ -632,6 +632,10 @@ class Refused(nn.Module):
             r"test_export\.py:\d+\): aten\.randperm\.default draws random numbers .* draw with dropout, rand",
         ),
         (
+            Refused(lambda _, x: nn.functional.dropout1d(nn.functional.alpha_dropout(x, 0.5, False), 0.5)),
+            r"test_export\.py:\d+\): aten\.feature_dropout\.default draws random numbers",
+        ),
+        (
             Refused(lambda _, x: torch.vmap(torch.tanh)(x)),
             r"test_export\.py:\d+\): a transform of torch\.func, such as vmap, .* the whole batch",
         ),
@@ -646,6 +650,7 @@ class Refused(nn.Module):
         "embedding bag",
         "complex numbers",
         "a permutation",
+        "dropped channels",
         "vmap",
     ],
 )
