@@ -24,7 +24,8 @@ def name_nodes(graph: fx.Graph, buffers: Container[str]) -> fx.Graph:
     The last node of a leaf module's call is named after the module itself; containers around the first indexed list
     ("transformer", "model") are left out. Equal graphs get equal names.
     """
-    live = live_nodes(graph)
+    needed = set(walk(node for node in graph.nodes if node.op in ("output", "placeholder")))
+    live = [node for node in graph.nodes if node in needed]
     containers = find_containers(info(node).path for node in live)
     heads = _module_results(live)
     named, values = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -56,12 +57,6 @@ def short_path(path: str, containers: tuple[str, ...]) -> str:
     outer = next((container for container in containers if f"{path}.".startswith(f"{container}.")), None)
     path = path if outer is None else path[len(outer) + 1 :]
     return _INDEX.sub(r"\1", re.sub(r"\W", "_", path))
-
-
-def live_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that the output needs, and all placeholders, in graph order."""
-    live = set(walk(node for node in graph.nodes if node.op in ("output", "placeholder")))
-    return [node for node in graph.nodes if node in live]
 
 
 def _order_constants(nodes: list[fx.Node], buffers: Container[str]) -> Iterator[fx.Node]:

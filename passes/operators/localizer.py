@@ -119,7 +119,7 @@ class Localizer:
                 new.meta["val"] = self.propagation.run(new)
             else:
                 new.meta["val"] = node.meta["val"].new_empty(self.sizes(*axes))
-            change_info(new, placement=as_results(node, list(map(self._place_value, axes))))
+            change_info(new, placement=as_results(node, [self._place(own, rows=False) for own in axes]))
         return new
 
     def add(self, target: Any, args: Any, like: fx.Node, *, name: str, partial: bool = False) -> fx.Node:
@@ -180,21 +180,17 @@ class Localizer:
             dtype = self.values[value].meta["val"].dtype  # autocast may have changed it
             yield replace(result, dtype=dtype, placement=self._place(axes), batch_dim=next(outer, None))
 
-    def _place(self, axes: Axes) -> Placement:
-        """Return the placement of a tensor with these axes."""
+    def _place(self, axes: Axes, *, rows: bool = True) -> Placement:
+        """Return the placement of a tensor with these axes, and the `rows` of each rank where they are asked for."""
         dim = self.divided_dim(axes)
         if dim is None:
             return REPLICATED
-        segments, extent = tuple(self._segments(axes[dim])), ax.find(axes[dim]).size
-        padded = extent < sum(segment.rows for segment in segments)
-        return Placement(tensor=Shard(dim, segments, extent if padded else None))
-
-    def _place_value(self, axes: Axes) -> Placement:
-        """Return the placement of a value with these axes, whose rows nobody asks for."""
-        dim = self.divided_dim(axes)
-        if dim is None:
-            return REPLICATED
-        return Placement(tensor=(Ragged if ax.find(axes[dim]).kind == "ragged" else Shard)(dim))
+        axis = ax.find(axes[dim])
+        if not rows:
+            return Placement(tensor=(Ragged if axis.kind == "ragged" else Shard)(dim))
+        segments = tuple(self._segments(axis))
+        padded = axis.size < sum(segment.rows for segment in segments)
+        return Placement(tensor=Shard(dim, segments, axis.size if padded else None))
 
     def _segments(self, axis: Axis) -> list[Segment]:
         """The axis as consecutive [outer, size, inner] segments."""
