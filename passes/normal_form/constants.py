@@ -14,8 +14,6 @@ from autoptd.passes.operators.table import Trait, has_trait, strip
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Parameter
 
-LOOKED_UP = 1 << 20  # constant row numbers that are compared with their table
-
 
 def fold_constants(program: Program) -> Program:
     """Move constant subgraphs, which depend on buffers at most, to ``Stage.constants``, each made once.
@@ -65,8 +63,7 @@ class _Folder:
     def check_lookups(self) -> None:
         for node in self.graph.find_nodes(op="call_function", target=aten.embedding.default):
             table, index = node.args[:2]
-            small = index in self.constant and index.meta["val"].numel() <= LOOKED_UP
-            numbers = self.judge.value(index) if small else None
+            numbers = self.judge.value(index) if index in self.constant else None
             if numbers is None or not numbers.numel():
                 continue
             least, most, rows = int(numbers.min()), int(numbers.max()), table.meta["val"].shape[0]
