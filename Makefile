@@ -49,6 +49,7 @@ benchmarks: $(ENVIRONMENT)
 	$(PYTHON) -m samples.benchmarks.launches --write
 	$(PYTHON) -m samples.benchmarks.one_device --write
 	$(PYTHON) -m samples.benchmarks.call_overhead --write
+	$(PYTHON) -m samples.benchmarks.experts --write
 	$(PYTHON) -m samples.benchmarks.kernels --write
 	$(PYTHON) -m samples.benchmarks.compiled_kernels --write
 	$(PYTHON) -m samples.benchmarks.paper_tables --write

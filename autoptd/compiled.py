@@ -180,8 +180,7 @@ class CompiledProgram:
     ) -> Simulation:
         """Time one training step on `cluster` and count the memory of every pipeline rank, without any device.
 
-        Follows every action of the schedule; the times come from the computation, the memory traffic and the
-        communication of the stages' operators.
+        Follows every action of the schedule, with times of the stages' operators: computing, memory, communication.
 
         Args:
             cluster: see `Cluster.load`, which takes a name or path too.
@@ -216,8 +215,7 @@ class CompiledProgram:
 
         It has the critical rank, the cost of the bubble, the exposed communication, and the effect of one more chunk,
         microbatch or tensor rank. The last are estimates (see `Estimator`) with the program's own `options`; they need
-        the model, which a loaded program does not have, and ranks in their default order. `training` are arguments of
-        `simulate`, with the same ValueErrors.
+        the model, which a loaded program does not have, and ranks in their default order. `training`: as of `simulate`.
         """
         simulation = self.simulate(cluster, dtype, **training)
         known = self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options

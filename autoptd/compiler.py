@@ -56,6 +56,7 @@ def compile(
     layout: str = "sbh",
     rules: Mapping[Any, str] | None = None,
     sequence_parallel: bool | None = None,
+    expert: int | None = None,
     device: str | torch.device | None = None,
     seed: int = 0,
     initializer: Callable[[nn.Module], object] | None = None,
@@ -84,6 +85,7 @@ def compile(
         layout: "sbh" holds activations [s, b, h] where that copies no more memory (SC21 §4.2), "bsh" as the user does.
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (see `text_rule`).
         sequence_parallel: divide the tokens between divided regions (passes/tensor_parallel); None: where it pays.
+        expert: the ranks over which experts of a mixture are divided, t times a divisor of d; default t.
         device: the type that forward sees, as "cuda", on any machine; default that of the weights, for meta "cpu".
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
@@ -94,7 +96,7 @@ def compile(
     end_with_launcher()  # compiling takes its time, and comes before bind
     options.check_seed(seed)
     needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
-    options.check_planned(mesh, needed, num_microbatches)
+    options.check_planned(mesh, needed, num_microbatches, expert)
     given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "num_model_chunks": num_model_chunks}
     given |= {"microbatch_size": microbatch_size, "scatter_gather": scatter_gather, "device": device}
     given |= {"fuse": fuse, "layout": layout, "rules": rules, "schedule": schedule, "recompute": recompute}
@@ -106,7 +108,7 @@ def compile(
         programs = (_compile(model, **{**given, **own, **one.options}) for one in plans if one.simulated)
         first, known = next(programs), Cluster.load(own["cluster"])  # plans are estimates: the first that fits
         return next((one for one in chain((first,), programs) if one.simulate(known).fits), first)
-    return _compile(model, mesh, num_microbatches=num_microbatches, **given, **own)
+    return _compile(model, mesh, num_microbatches=num_microbatches, expert=expert, **given, **own)
 
 
 @paused_collector()
@@ -118,7 +120,7 @@ def _compile(
 
     Further input shapes are divided and cut where the first one is.
     """
-    known = options.read_mesh(mesh)
+    known = options.fold_experts(options.read_mesh(mesh), job.pop("expert", None))
     defaults = {"schedule": "interleaved_1f1b", "num_microbatches": 8 * known.pipeline, "recompute": "none"}
     job |= {name: value for name, value in defaults.items() if job[name] is None}
     job["cluster"] = None if job["cluster"] is None else Cluster.load(job["cluster"])

@@ -15,8 +15,7 @@ from autoptd.text.reader import shape_folder, trace_program
 def load(folder: str | Path) -> CompiledProgram:
     """Load the program that `CompiledProgram.save` wrote, edits included: stages are traced anew from the texts.
 
-    This runs the code in the folder's texts. Raises ValueError for a folder that is incomplete, or a text that does not
-    trace; `ProgramError` if the program contradicts itself.
+    Runs the texts' code. ValueError for missing files or a text that does not trace; `ProgramError` for contradictions.
     """
     end_with_launcher()
     name = Path(folder).resolve().name

@@ -50,6 +50,21 @@ def read_mesh(mesh: object) -> Mesh:
     return Mesh(*entries)
 
 
+def fold_experts(mesh: Mesh, expert: int | None) -> Mesh:
+    """Return the mesh with experts divided over `expert` ranks, by default over the tensor ranks.
+
+    Raises ValueError unless they can be all tensor ranks of as many data ranks, which divide the data ranks.
+    """
+    check_free_counts(expert=expert)
+    known = [mesh.tensor * n for n in range(1, mesh.data + 1) if mesh.data % n == 0]
+    if expert is not None and expert not in known:
+        fits = ", ".join(map(str, known))
+        raise ValueError(f"expert={expert} does not fit {mesh}: expected t times a divisor of d, one of {fits}")
+    if mesh.ranks is not None and expert not in (None, mesh.tensor):
+        raise ValueError(f"expert={expert} needs the ranks in torchrun's order: give mesh=(t, p, d)")
+    return Mesh(**mesh.axes, ranks=mesh.ranks, expert=expert)
+
+
 def _read_device_mesh(mesh: DeviceMesh) -> Mesh:
     names = mesh.mesh_dim_names or ()
     if sorted(names) != sorted(TORCH_DIMS.values()):
@@ -71,9 +86,7 @@ def check_modes(*, schedule: str, recompute: object = MODES[0], layout: str = LA
         raise ValueError(f"unknown schedule {schedule!r}; did you mean {nearest!r}? Known schedules: {known}")
     layers = isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0
     if not layers and recompute not in MODES:
-        raise ValueError(
-            f"recompute is {recompute!r}; expected {', '.join(map(repr, MODES))}, or a positive number of layers"
-        )
+        raise ValueError(f"recompute is {recompute!r}; expected {', '.join(map(repr, MODES))}, or a number of layers")
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; expected 'sbh' (sequence first) or 'bsh' (the model's own)")
 
@@ -118,7 +131,7 @@ def check_free_counts(**counts: object) -> None:
     check_counts(**{name: value for name, value in counts.items() if value is not None})
 
 
-def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: object) -> None:
+def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: object, expert: object) -> None:
     """Raise ValueError if an argument `needed` for mesh="auto" is missing, or one contradicts the mesh."""
     if isinstance(mesh, str) and mesh == "auto":
         if missing := [f"{name}=" for name, value in needed.items() if value is None]:
@@ -129,6 +142,8 @@ def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: 
         if num_microbatches is not None:
             why = "it follows from global_batch: leave it out, or give a mesh"
             raise ValueError(f'num_microbatches= does not go with mesh="auto", where {why}')
+        if expert is not None:
+            raise ValueError('expert= does not go with mesh="auto", which chooses it: leave it out')
         return
     for name in ("world_size", "global_batch"):
         if needed[name] is not None:

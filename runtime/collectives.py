@@ -29,7 +29,7 @@ def reduce_scatter(rank: Rank, x: Tensor, dim: int) -> Tensor:
 
     Backward all-gathers. With `gather_to_tensor` it stands for g and f (Korthikanti et al. 2022, §4.2.2).
     """
-    return _move(rank, x, dim, Rank.reduce_scatter, Rank.all_gather)
+    return _relay(rank, x, dim, Rank.reduce_scatter, Rank.all_gather)
 
 
 def gather_to_tensor(rank: Rank, x: Tensor, dim: int) -> Tensor:
@@ -37,12 +37,12 @@ def gather_to_tensor(rank: Rank, x: Tensor, dim: int) -> Tensor:
 
     Backward reduce-scatters the ranks' partial gradients.
     """
-    return _move(rank, x, dim, Rank.all_gather, Rank.reduce_scatter)
+    return _relay(rank, x, dim, Rank.all_gather, Rank.reduce_scatter)
 
 
 def all_gather(rank: Rank, x: Tensor, dim: int) -> Tensor:
     """Return all tensor ranks' parts of `x`, in rank order along `dim`; backward takes this rank's part."""
-    return _move(rank, x, dim, Rank.all_gather, take_own)
+    return _relay(rank, x, dim, Rank.all_gather, take_own)
 
 
 def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
@@ -105,22 +105,78 @@ def copied_linear_gelu(
 COPIED = (copied_linear, copied_linears, copied_linear_gelu)
 
 
-def _move(rank: Rank, x: Tensor, dim: int, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+def send_to_experts(rank: Rank, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Send each expert's `rows` [n, h] to the rank that has it: an all-to-all of as many rows as there are.
+
+    `rows` lie in the order of a tensor rank's experts, as many for each as `counts` [experts] says, and behind them may
+    be others. The k ranks that share these experts tell each other their counts first. Returns the rows, from all, of
+    this rank's experts, the index-th of k equal parts, in their order; how many they are [experts / k]; and the counts
+    of all [k, experts]. The number of rows depends on data. Backward is `return_from_experts`.
+    """
+    group = rank.group("exchange")
+    given = torch.stack(group.all_gather(counts))
+    moved = _move(rows, partial(_send, rank, given=given), partial(_return, rank, given=given, length=len(rows)))
+    return moved, given.chunk(group.size, 1)[group.index].sum(0), given
+
+
+def return_from_experts(rank: Rank, rows: Tensor, given: Tensor, length: int) -> Tensor:
+    """Send the `rows` of this rank's own experts back to where they came from, by the counts of all that were `given`.
+
+    Returns [length, h], with zeros behind the rows of all experts. Backward is `send_to_experts`.
+    """
+    return _move(rows, partial(_return, rank, given=given, length=length), partial(_send, rank, given=given))
+
+
+def _send(rank: Rank, rows: Tensor, given: Tensor) -> Tensor:
+    if rows.is_meta:  # with as many rows for each rank
+        return torch.empty_like(rows)
+    group, sizes = rank.group("exchange"), _count_sent(given)
+    return group.all_to_all(rows[: sum(sizes[group.index])], sizes)[_sort_by_expert(rank, given)]
+
+
+def _return(rank: Rank, rows: Tensor, given: Tensor, length: int) -> Tensor:
+    made = rows.new_zeros(length, *rows.shape[1:])
+    if not rows.is_meta:
+        by_source = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        by_source[_sort_by_expert(rank, given)] = rows
+        sizes = [list(taken) for taken in zip(*_count_sent(given), strict=True)]
+        back = rank.group("exchange").all_to_all(by_source, sizes)
+        made[: len(back)] = back
+    return made
+
+
+def _count_sent(given: Tensor) -> list[list[int]]:
+    """Return how many rows each of the k ranks has for each of them."""
+    return given.view(len(given), len(given), -1).sum(2).tolist()
+
+
+def _sort_by_expert(rank: Rank, given: Tensor) -> Tensor:
+    """Return the order by expert of the rows that this rank gets, which lie by the rank that sent them."""
+    own = given.chunk(len(given), 1)[rank.group("exchange").index]
+    experts = torch.arange(own.shape[1], device=own.device).repeat(len(own))
+    return experts.repeat_interleave(own.flatten()).argsort(stable=True)
+
+
+def _relay(rank: Rank, x: Tensor, dim: int, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
     if rank.group("tensor").size == 1:
         return x
-    moved = forward(rank, x.detach(), dim)  # out here, as in `sum_over_ranks`
-    return _Moved.apply(x, moved, rank, dim, backward)  # type: ignore[no-any-return, no-untyped-call]
+    return _move(x, partial(forward, rank, dim=dim), partial(backward, rank, dim=dim))
+
+
+def _move(x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+    moved = forward(x.detach())  # out here, as in `sum_over_ranks`
+    return _Moved.apply(x, moved, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moved: Tensor, rank: Rank, dim: int, backward: Any) -> Tensor:
-        ctx.back = partial(backward, rank, dim=dim)
+    def forward(ctx: Any, x: Tensor, moved: Tensor, backward: Callable[..., Tensor]) -> Tensor:
+        ctx.back = backward
         return moved
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.back(gradient), None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
 
 
 class _Copy(torch.autograd.Function):

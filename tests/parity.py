@@ -162,23 +162,25 @@ def join_step(manifest: Manifest, ranks: Sequence[Step]) -> Step:
 
 def _join_gradient(manifest: Manifest, parameter: Parameter, ranks: Sequence[Step]) -> Tensor | None:
     """The whole gradient of one parameter; None where no rank has one."""
-    mesh, name, on_tensor = manifest.mesh, parameter.name, parameter.placement["tensor"]
+    mesh, name, placement = manifest.mesh, parameter.name, parameter.placement
+    on_axis = placement[placement.axis]
     copies: list[Tensor] = []
-    for data in range(mesh.data):
-        for pipeline in manifest.owners(name):
-            members = [mesh.rank_of(data, pipeline, tensor) for tensor in range(mesh.tensor)]
+    for pipeline in manifest.owners(name):
+        for members in dict.fromkeys(
+            mesh.group(placement.axis, mesh.rank_of(d, pipeline, 0)) for d in range(mesh.data)
+        ):
             shards = [ranks[rank].gradients.get(name) for rank in members]
             held = [shard for shard in shards if shard is not None]
             if not held:
                 continue
             if len(held) < len(shards):
-                raise ParityError(f"{name} has a gradient on some of the tensor ranks {members} only")
-            shared = [on_tensor.split(shard, mesh.tensor, divided=False) for shard in held]
+                raise ParityError(f"{name} has a gradient on some of the ranks {members} only")
+            shared = [on_axis.split(shard, len(members), divided=False) for shard in held]
             for rank, rows in zip(members, shared, strict=True):
                 if not all(map(torch.equal, rows, shared[0])):
                     raise ParityError(f"the undivided gradient of {name} differs on rank {rank} of {members}")
             _check_padding(parameter, held)
-            copies.append(on_tensor.join(held))
+            copies.append(on_axis.join(held))
     for other in copies[1:]:
         if not torch.equal(other, copies[0]):
             raise ParityError(f"the gradient of {name} differs between its replicas or owners")

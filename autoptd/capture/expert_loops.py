@@ -30,8 +30,7 @@ _BY_ROWS = {"split", "chunk", "mean", "sum", "layer_norm", "rms_norm", "dropout"
 class _Rows(NamedTuple):
     """The rows of one expert: their pairs of a token and a slot, in `order`, and how many they are, `counts`.
 
-    `others` says which pairs do not have the expert, of `sizes` [tokens, slots]. In the mask, tokens are dimension
-    `along`.
+    `others` says which pairs do not have the expert, of `sizes` [tokens, slots]; the mask's tokens are dim `along`.
     """
 
     order: fx.Node

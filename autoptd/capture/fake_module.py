@@ -22,8 +22,7 @@ _STRUCTURE = (nn.Module, Tensor, list, tuple, dict, set, MethodType, functools.p
 def make_mode() -> FakeTensorMode:
     """Return the mode of a traced copy's tensors: all on the CPU, none with data.
 
-    The CPU rather than meta, so that a model which writes ``torch.arange(s)`` or ``torch.tensor([...])`` without a
-    device traces wherever its weights are.
+    Not meta, so that a model with ``torch.arange(s)``, of no device, traces wherever its weights are.
     """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
@@ -48,20 +47,17 @@ def leave_modes() -> Iterator[None]:
         yield
 
 
-def copy_structure(
-    model: nn.Module, twin_of: Callable[[Tensor], Tensor], others: Mapping[int, object] = {}
-) -> nn.Module:
+def copy_structure(model: nn.Module, make: Callable[[Tensor], Tensor], others: Mapping[int, object] = {}) -> nn.Module:
     """Copy `model`'s structure; every parameter and buffer becomes its twin, such as `make_twin`'s, ties kept.
 
-    So do `others` than tensors, by their ids. The user's model stays unchanged. The copy is in training mode; one of a
-    training model keeps its submodules' modes.
+    So do `others` than tensors, by ids. The model stays as it is; its copy is in training mode, and keeps submodules'.
     """
     tensors = (*model.parameters(), *model.buffers())
-    memo: dict[int, object] = {id(tensor): twin_of(tensor) for tensor in tensors} | dict(others)
+    memo: dict[int, object] = {id(tensor): make(tensor) for tensor in tensors} | dict(others)
     for module in model.modules():
         for tensor in tree_leaves(list(vars(module).values())):  # attributes, in containers included
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = twin_of(tensor) if tensor.is_meta else tensor.detach().cpu()
+                memo[id(tensor)] = make(tensor) if tensor.is_meta else tensor.detach().cpu()
     try:
         twin = copy.deepcopy(model, twins := dict(memo))
     except Exception:

@@ -34,8 +34,7 @@ class Result:
 class Objective(nn.Module):
     """A module that calls `model` with the inputs of `examples` and returns the scalar loss; `result` is the rest.
 
-    A trace may read the values of `known`. With `wanted` outputs it returns the loss and these. Forward sees its
-    tensors on the `device`.
+    A trace may read values of `known`, returns the loss and the `wanted` outputs, and sees tensors on the `device`.
     """
 
     def __init__(

@@ -39,8 +39,7 @@ def find_loss(
 def find_outputs(result: object, output: Output, wanted: Outputs) -> dict[tuple[str, ...], Tensor]:
     """Return the tensors of the fields `wanted` of what a model returned, by their paths; True: all of them.
 
-    A field is a tensor, or a list or tuple of these. Of all fields, those that hold something else are left out.
-    Raises CaptureError for a name that is no such field.
+    A field is a tensor, or a list or tuple of these; of all fields, others are left out. CaptureError for other names.
     """
     _, fields = ("", {}) if output == Output("tensor") else _read_fields(result)
     named = [name for name in fields if name != output.loss] if wanted is True else [*wanted]  # type: ignore[misc]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoptd.check.tensor_parallel import prove_tensor_parallel
-from autoptd.options import AXES, check_counts, check_modes, check_seed
+from autoptd.options import AXES, check_counts, check_modes, check_seed, fold_experts
 from autoptd.passes.ir.nodes import where
 from autoptd.passes.ir.program import Stage, constants_made
 from autoptd.passes.operators.proof import PlacementError
@@ -49,6 +49,7 @@ def _check_values(manifest: Manifest) -> None:
     check_modes(schedule=manifest.schedule)
     if sorted(mesh.axes) != sorted(AXES):
         raise ValueError(f"the axes of the mesh are {', '.join(mesh.axes)}; expected {', '.join(AXES)}")
+    fold_experts(mesh, mesh.expert)
     if manifest.model_flops < 0:
         raise ValueError(f"model_flops is {manifest.model_flops}; expected 0 or more")
     if mesh.ranks is not None and sorted(mesh.ranks) != list(range(mesh.size)):
@@ -68,8 +69,7 @@ def check_program(manifest: Manifest, stages: Sequence[Stage], schedule: Schedul
     all ranks at once: every send has its receive, in the same order at both ends of each channel, and no cycle of waits
     remains; a stage returns what the next one takes; the slices of every parameter add up to it; and the tensor ranks
     together compute what one device would, forward and backward (`tensor_parallel`). All tensor ranks of a stage run
-    one text without branches, so their collectives have one order. What one rank computes by itself is not compared
-    with the model: `verify` does that.
+    one text without branches, so their collectives have one order. Only `verify` compares with the model.
 
     Returns a line for each operator that the proof does not cover.
     """
@@ -102,11 +102,12 @@ def _check_schedule(manifest: Manifest, schedule: Schedule) -> None:
 
 
 def _check_axes(what: str, placement: Placement, mesh: Mesh) -> None:
+    known = [*mesh.axes, *["expert"] * (mesh.expert > mesh.tensor)]
     for axis, on in placement.items():
         sharded = isinstance(on, Shard)
-        if axis not in mesh.axes or isinstance(on, Partial) or sharded is not (on.dim is not None):
+        if axis not in known or isinstance(on, Partial) or sharded is not (on.dim is not None):
             raise ProgramError(
-                f"{what} has the placement {on} on the axis {axis}; expected one of {', '.join(mesh.axes)}, and on it "
+                f"{what} has the placement {on} on the axis {axis}; expected one of {', '.join(known)}, and on it "
                 "a shard with a dimension, or a replica without one; correct it in the manifest"
             )
 
@@ -126,10 +127,10 @@ def _check_placement(parameter: Parameter, mesh: Mesh) -> None:
                 f"dimension {dim}; correct its placement in the manifest"
             )
         for segment in placement.segments:
-            if segment.divided and segment.size % mesh.axes[axis]:
+            if segment.divided and segment.size % mesh.sizes[axis]:
                 raise ProgramError(
                     f"{name}: a segment of {segment.outer} x {segment.size} x {segment.inner} rows does not divide "
-                    f"over {axis}={mesh.axes[axis]}; leave it undivided, or compile for a size that divides it"
+                    f"over {axis}={mesh.sizes[axis]}; leave it undivided, or compile for a size that divides it"
                 )
 
 
@@ -187,7 +188,7 @@ def _check_results(stage: Stage, interface: StageInterface, manifest: Manifest) 
         losses = [v for v in values[:1] if isinstance(v, torch.Tensor) and v.is_floating_point() and not v.dim()]
         wanted = [("expected", _describe(losses[0]) if losses else "a scalar floating-point loss")]
     for result in interface.outputs:
-        shape = result.placement.local_shape(result.shape, manifest.mesh.axes)
+        shape = result.placement.local_shape(result.shape, manifest.mesh.sizes)
         wanted.append((f"the output {result.name} is", _write(result.dtype, shape)))
     if len(results) != len(wanted):
         shown = ", ".join(map(" ".join, wanted)) or "expected none"

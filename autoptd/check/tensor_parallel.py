@@ -1,14 +1,15 @@
 """The proof that t tensor ranks compute what one device would: every sum summed once, forward and backward.
 
+Experts that are divided over data ranks too are followed like those of tensor ranks, up to the return of their rows.
+
 Forward, each value has a `AxisPlacement` (see `proof`). Backward, a whole value's gradient is either whole, the
 same on all ranks, or partial: each rank has one term of it, as behind a divided reader. Backwards are linear,
 so whole operators hand on what they get; f (`collectives.copy_to_tensor`, alone or with the linears that read it)
-makes a partial gradient whole. The two never mix at one value, and a partial one may end only in a parameter that
-has a partial gradient in its placement.
+makes a partial gradient whole. The two never mix at one value, and a partial one ends only in a parameter marked so.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from torch._ops import OpOverload
 from autoptd.passes.ir.nodes import argument, info, operator_name, where
 from autoptd.passes.ir.program import Stage, find_trained, split_results
 from autoptd.passes.operators import proof
+from autoptd.passes.operators.experts import EXCHANGES
 from autoptd.passes.operators.record import OperatorRules, Records
 from autoptd.passes.operators.table import OPERATORS, Trait, has_trait, rules_of
 from autoptd.passes.operators.views import reshape_placed
@@ -37,14 +39,15 @@ def prove_tensor_parallel(manifest: Manifest, stages: Sequence[Stage]) -> tuple[
     Gives a line for each operator that the proof does not cover, where a divided value gets lost to it. The stages'
     boundaries must fit together (`autoptd.check.program` proves that before).
     """
-    tensor = manifest.mesh.tensor
-    if tensor == 1:
+    mesh = manifest.mesh
+    if mesh.expert == 1:
         return ()
     rules = read_rules(manifest.rules)
-    walks = [StageWalk(index, stage, rules, find_trained(stage)) for index, stage in enumerate(stages)]
+    alone = mesh.tensor == 1
+    walks = [StageWalk(index, stage, rules, find_trained(stage), alone) for index, stage in enumerate(stages)]
     arriving: list[proof.Found] = []
     for walk in walks:
-        walk.forward(arriving, manifest.stages[walk.index], tensor)
+        walk.forward(arriving, manifest.stages[walk.index], mesh.sizes)
         arriving = [walk.placements[n] for n in walk.results]
     leaving: list[Gradient | None] = ["whole"]
     for walk in reversed(walks):
@@ -75,12 +78,16 @@ def _is_lost(found: proof.Found) -> bool:
 
 @dataclass
 class StageWalk:
-    """One stage's placements, found forward, and its gradients, found backward; `trained` values have one."""
+    """One stage's placements, found forward, and its gradients, found backward; `trained` values have one.
+
+    Where a tensor rank is `alone`, only rows of experts are divided, over data ranks, which add up all gradients.
+    """
 
     index: int
     stage: Stage
     rules: Records
     trained: set[fx.Node]
+    alone: bool
     placements: dict[fx.Node, proof.Found] = field(default_factory=dict)
     results: Sequence[fx.Node] = ()  # for the next stage, or the loss
     gradients: dict[fx.Node, Gradient] = field(default_factory=dict)
@@ -88,17 +95,20 @@ class StageWalk:
     # Where a value's partial gradient comes from: a divided operator, and the whole argument it reads.
     terms: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
-    def forward(self, arriving: Sequence[proof.Found], interface: StageInterface, tensor: int) -> None:
+    def forward(self, arriving: Sequence[proof.Found], interface: StageInterface, sizes: Mapping[str, int]) -> None:
         received = iter(arriving)
         for node in self.stage.graph.nodes:
             if node.op == "call_function":
                 try:
-                    self.placements[node] = placement_after(node, self.placements, self.rules)
+                    given = [self.placements[n] for n in node.all_input_nodes]
+                    whole = self.alone and node.target not in EXCHANGES and all(p is proof.WHOLE for p in given)
+                    own = proof.WHOLE if whole else placement_after(node, self.placements, self.rules)
+                    self.placements[node] = own
                 except proof.PlacementError as error:
                     raise proof.PlacementError(f"stage {self.index}: {where(node)} {error}") from None
                 self._note_uncovered(node)
             elif node.op == "get_attr":
-                self.placements[node] = proof.place_parameter(self.stage.parameters[str(node.target)], tensor)
+                self.placements[node] = proof.place_parameter(self.stage.parameters[str(node.target)], sizes)
             elif node.op == "placeholder":
                 self.placements[node] = next(received) if info(node).role == "boundary" else proof.WHOLE
         self.results, outputs = split_results(self.stage.graph)
@@ -189,7 +199,9 @@ class StageWalk:
             return None if made is None else self._gradient_from(made, reader)
         if self.placements[reader] is proof.WHOLE:
             return self.gradients.get(reader)
-        return None if self.placements[reader] is proof.UNKNOWN else "partial"
+        if self.placements[reader] is proof.UNKNOWN:
+            return None
+        return "whole" if self.alone else "partial"
 
     def _check_gradient(self, node: fx.Node, gradient: Gradient) -> None:
         if node.op == "get_attr":
@@ -247,8 +259,7 @@ def placement_after(node: fx.Node, placements: proof.Placements, rules: Records)
     """Return the placement of a call's result, by the `placed` rule of its operator; the user's `rules` go before ours.
 
     Whole arguments give a whole result, unless the rule judges these too, and no rule an unknown placement. Raises
-    PlacementError where the tensor ranks would compute something else than the undivided program; it says what is wrong
-    there, and the caller says where.
+    PlacementError, which says what is wrong and not where, for what differs from the undivided program.
     """
     record = _find_rules(node, rules)
     if Trait.ANY_PLACEMENT in record.traits and record.placed is not None:

@@ -248,6 +248,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
         "type": _read_recompute,
         "help": f"{', '.join(MODES)}, or a number of layers; plan: {', '.join(RECOMPUTE)}",
     },
+    "--expert": {"type": int, "help": "ranks over which experts of a mixture are divided; default the tensor ranks"},
     "--seed": {"type": int, "help": "of weights, dropout and batches"},
     "--top": {"type": int, "default": 10, "help": "how many plans to show"},
     "--model": {"help": "the plain model, module:callable"},
@@ -266,7 +267,7 @@ COMMANDS: Mapping[Callable[[argparse.Namespace], Outcome], str] = {
     _plan: f"model --world-size! --global-batch! {STEP} --max-tensor --microbatch-size --num-model-chunks --schedule "
     "--recompute --top",
     _compile: "model --mesh! --output! --microbatch-size --num-microbatches --num-model-chunks --schedule --recompute "
-    "--seed --world-size --global-batch --cluster",
+    "--expert --seed --world-size --global-batch --cluster",
     _inspect: "program",
     _simulate: f"program {STEP} --trace --svg",
     _verify: "program --model! --seed",

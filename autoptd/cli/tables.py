@@ -84,7 +84,9 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int, command: st
     head = ("t", "p", "d", "v", "b", "m", "schedule", "recompute", "step", "memory", "why")
     rows = [
         [
-            *(str(n) for n in (plan.tensor, plan.pipeline, plan.data, plan.num_model_chunks)),
+            *(str(n) for n in (plan.tensor, plan.pipeline)),
+            f"{plan.data}{f' e={plan.expert}' if plan.expert else ''}",
+            str(plan.num_model_chunks),
             *(str(n) for n in (plan.microbatch_size, plan.num_microbatches, plan.schedule, plan.recompute)),
             f"{'' if plan.simulated else '>= '}{format_seconds(plan.step_seconds)}",
             f"{'' if plan.simulated else '>= '}{write_bytes(plan.memory_bytes)}{MARKS[plan.fits]}",

@@ -20,7 +20,7 @@ from autoptd.capture.example_inputs import read_examples
 from autoptd.capture.export import capture, check_model
 from autoptd.capture.quantized_modules import read_quantized
 from autoptd.gc_pause import paused_collector
-from autoptd.options import Options
+from autoptd.options import Options, fold_experts
 from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost import schedule_times
 from autoptd.passes.cost.cluster import Cluster
@@ -87,7 +87,7 @@ class Estimator:
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
         self._scatter_gather, self._options = scatter_gather, options
         self._programs: dict[tuple[object, ...], Program] = {}  # captured, arranged, divided
-        self._rows: dict[tuple[int, int | None, str | int], LayerCosts] = {}
+        self._rows: dict[tuple[int, int | None, str | int, int], LayerCosts] = {}
         self._stages: dict[Candidate, Divided] = {}
 
     def searching(self) -> Estimator:
@@ -104,9 +104,9 @@ class Estimator:
         dims = (i.shape[i.batch_dim] for i in self._examples.inputs if i.batch_dim is not None)
         return min(dims, default=1)
 
-    def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> LayerCosts:
+    def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int, expert: int = 0) -> LayerCosts:
         """Measure the calls; raise ValueError if the model does not divide by `tensor`, or cannot be recomputed so."""
-        key = tensor, microbatch_size, recompute
+        key = tensor, microbatch_size, recompute, expert
         if key not in self._rows:
             try:
                 self._rows[key] = self._measure(*key)
@@ -207,14 +207,14 @@ class Estimator:
             self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, cut)
         return row, self._stages[candidate]
 
-    def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int) -> LayerCosts:
-        divided = self._once(self._divide, tensor, microbatch_size)
+    def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int, expert: int) -> LayerCosts:
+        divided = self._once(self._divide, tensor, microbatch_size, expert or tensor)
         finishing = select_passes(replace(self._options, recompute=recompute), "finish")
         with show_progress("plan") as say:
             say("finish uncut")
             fused_order = FusedOrder(divided, finishing)
         precision = Precision.of(divided.stages, self._dtype)
-        mesh = Mesh(tensor, 1, self._world_size // tensor)
+        mesh = fold_experts(Mesh(tensor, 1, self._world_size // tensor), expert or None)
         durations = Durations(self.cluster, mesh, precision, self.training.overlap)
         return LayerCosts(fused_order, self._short[1], durations)
 
@@ -230,15 +230,16 @@ class Estimator:
     def _arrange(self, divides: bool, microbatch_size: int | None) -> Program:
         """Arrange the model for any number of tensor ranks above one, or for a single one, which has its own layout."""
         captured = self._once(self._capture, microbatch_size)
-        return self._rewrite(captured, 2 if divides else 1, select_passes(self._options, "arrange"))
+        return self._rewrite(captured, Mesh(2 if divides else 1, 1, 1), select_passes(self._options, "arrange"))
 
-    def _divide(self, tensor: int, microbatch_size: int | None) -> Program:
+    def _divide(self, tensor: int, microbatch_size: int | None, expert: int) -> Program:
         arranged = self._once(self._arrange, tensor > 1, microbatch_size)
-        return self._rewrite(arranged, tensor, select_passes(self._options, "divide"))
+        mesh = Mesh(tensor, 1, expert // tensor, expert=expert)
+        return self._rewrite(arranged, mesh, select_passes(self._options, "divide"))
 
-    def _rewrite(self, program: Program, tensor: int, passes: Passes) -> Program:
+    def _rewrite(self, program: Program, mesh: Mesh, passes: Passes) -> Program:
         with show_progress("plan") as say:
-            return run_passes(passes, replace(program, mesh=Mesh(tensor, 1, 1)), say)
+            return run_passes(passes, replace(program, mesh=mesh), say)
 
 
 @lru_cache(maxsize=16)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -123,11 +124,16 @@ def _change(
     """Yield the changes; `other` estimates with whole tokens where they are `divided`, or the other way round."""
     mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
     sizes = mesh.tensor, mesh.pipeline, mesh.data, manifest.microbatch_size, m, v
-    own = Candidate(*sizes, recompute, manifest.schedule)
+    own = Candidate(*sizes, recompute, manifest.schedule, expert=mesh.expert if mesh.expert > mesh.tensor else 0)
     now = estimator.estimate(own).step_seconds / (m * mesh.data)
     rows = [(what, candidate, estimator) for what, candidate in _list_neighbours(own)]
     if mesh.tensor > 1:
         rows.append((f"{'whole' if divided else 'divided'} tokens between divided regions", own, other))
+    if own.expert:
+        rows.append(("the experts of a tensor rank whole on each replica", replace(own, expert=0), estimator))
+    elif (groups := gcd(mesh.data, estimator.measure(*own.key).experts // mesh.tensor or 1)) > 1:
+        ranks = mesh.tensor * groups
+        rows.append((f"experts divided over {ranks} ranks", replace(own, expert=ranks), estimator))
     for what, candidate, chosen in rows:
         try:
             found = chosen.estimate(candidate)

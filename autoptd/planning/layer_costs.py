@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
 from itertools import chain, pairwise
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from autoptd.passes.stages.cost_sequence import Memory, fold
 from autoptd.passes.stages.cut import make_boundary, name_held
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.solver import Cut, cut_sequence
+from autoptd.runtime import kernels
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
@@ -113,6 +115,12 @@ class LayerCosts:
         return len(labels) + int(self._copy.max(initial=0)) if labels else 0
 
     @cached_property
+    def experts(self) -> int:
+        """The greatest common divisor of the numbers of experts of the mixtures; 0 if there is none."""
+        routes = self._row.stage.graph.find_nodes(op="call_function", target=kernels.route)
+        return gcd(*(int(node.args[2]) for node in routes))
+
+    @cached_property
     def owned(self) -> Owned:
         """The elements that a pipeline rank with the whole model owns."""
         return self._own(tuple(sorted(self.parameters)))
@@ -125,6 +133,11 @@ class LayerCosts:
     def seconds(self) -> float:
         """The seconds of one microbatch on a pipeline rank with the whole model."""
         return float(self._sums[-1, :, :2].sum())
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """The seconds of one microbatch's FLOPs at the device's peak."""
+        return float(self._held[-1, 1]) / self._cluster.device.peak(self.precision.dtype)
 
     @cached_property
     def kept(self) -> float:

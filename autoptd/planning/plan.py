@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 from sympy import divisors
@@ -21,9 +22,15 @@ CAUSES = {
 }
 
 
+Key = tuple[int, int, str | int, int]  # tensor ranks, microbatch size, recomputation, expert ranks
+
+
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, the recomputation and the schedule."""
+    """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, the recomputation and the schedule.
+
+    Experts of a mixture are divided over `expert` ranks; 0: over the tensor ranks.
+    """
 
     tensor: int
     pipeline: int
@@ -33,25 +40,27 @@ class Candidate:
     num_model_chunks: int
     recompute: str | int
     schedule: str
+    expert: int = field(default=0, kw_only=True)
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.tensor, self.pipeline, self.data)
+        return Mesh(self.tensor, self.pipeline, self.data, expert=self.expert or None)
 
     @property
     def num_stages(self) -> int:
         return self.pipeline * self.num_model_chunks
 
     @property
-    def key(self) -> tuple[int, int, str | int]:
+    def key(self) -> Key:
         """The settings that the costs of its calls depend on."""
-        return self.tensor, self.microbatch_size, self.recompute
+        return self.tensor, self.microbatch_size, self.recompute, self.expert
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of `autoptd.compile` that follow it."""
         names = ("mesh", "schedule", "num_model_chunks", "microbatch_size", "num_microbatches", "recompute")
-        return {name: getattr(self, name) for name in names}
+        further = {"expert": self.expert} if self.expert else {}
+        return {name: getattr(self, name) for name in names} | further
 
     def __str__(self) -> str:
         return (
@@ -126,8 +135,11 @@ class Space:
         size = self.cluster.devices_per_node
         return t <= size and (size % t == 0 or self.world_size <= size)
 
-    def candidates(self, layers: int, units: int) -> Iterator[Candidate]:
-        """Yield all ways to train a model of so many `layers` that can be cut into so many stages (`units`)."""
+    def candidates(self, layers: int, units: int, experts: int = 0) -> Iterator[Candidate]:
+        """Yield all ways to train a model of so many `layers` that can be cut into so many stages (`units`).
+
+        The `experts` are divided over any data ranks that divide what a tensor rank has of them.
+        """
         free = RECOMPUTE if layers else RECOMPUTE[:2]  # "full" is of repeated layers
         recomputes = [self.recompute] if self.recompute else free
         for t, p, d in self.meshes():
@@ -137,7 +149,9 @@ class Space:
                 if share % b == 0:
                     for v, schedule in self._chunks(p, share // b, layers, units):
                         for recompute in recomputes:
-                            yield Candidate(t, p, d, b, share // b, v, recompute, schedule)
+                            settings = t, p, d, b, share // b, v, recompute, schedule
+                            for k in divisors(gcd(d, experts // t)) if experts and experts % t == 0 else (1,):
+                                yield Candidate(*settings, expert=t * k if k > 1 else 0)
 
     def _chunks(self, p: int, m: int, layers: int, units: int) -> Iterator[tuple[int, str]]:
         """Yield model chunks with their schedule, only chunks of equal numbers of layers, which do not wait."""

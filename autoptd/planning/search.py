@@ -23,7 +23,7 @@ from autoptd.options import Options, check_counts, check_flags, check_free_count
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.planning.estimator import Estimate, Estimator
-from autoptd.planning.plan import RECOMPUTE, Candidate, Plan, Space, explain_rank
+from autoptd.planning.plan import RECOMPUTE, Candidate, Key, Plan, Space, explain_rank
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Kind, compute_order
 from autoptd.simulate.step import Training
@@ -114,15 +114,16 @@ class Search:
         twice = self._whole if space.microbatch_size else estimator.measure(1, 2, self._recompute)
         # Seconds of one microbatch of b sequences are at least fixed + b * each.
         self._each = (twice.seconds - self._whole.seconds) / self._size
-        self._refused: dict[tuple[int, str | int | None], str] = {}  # None: whatever is computed again
-        self._measured: set[tuple[int, int, str | int]] = set()
+        # By tensor and expert ranks, and what is computed again; None: whatever it is.
+        self._refused: dict[tuple[int, int, str | int | None], str] = {}
+        self._measured: set[Key] = set()
         self._found: dict[Mesh, tuple[Candidate, Estimate]] = {}
         self._full: dict[Mesh, list[tuple[float, Candidate]]] = {}
         self._best = math.inf
 
     def run(self) -> tuple[Plan, ...]:
         """Return the plans of all meshes; raise ValueError if none fits."""
-        candidates = list(self._space.candidates(self._whole.layers, self._whole.units))
+        candidates = list(self._space.candidates(self._whole.layers, self._whole.units, self._whole.experts))
         if not candidates:
             raise ValueError(self._explain_none())
         # What a bound is of: fewer measurements; the candidate's own schedule; its cut, which does not fit.
@@ -167,11 +168,15 @@ class Search:
 
         It is the time of m microbatches on even ranks, the bubble (SC21 §2.2), and the optimizer.
         """
-        first, size = (1, self._size, self._recompute), candidate.microbatch_size
+        first, size = (1, self._size, self._recompute, 0), candidate.microbatch_size
         whole = max(
-            t * self._estimator.measure(t, b, how).seconds + (size - b) * self._each
-            for t, b, how in (first, *self._measured)
-            if t <= candidate.tensor and b <= size and how in (first[-1], candidate.recompute)
+            (
+                t * self._estimator.measure(t, b, how, expert).seconds + (size - b) * self._each
+                for t, b, how, expert in (first, *self._measured)
+                if t <= candidate.tensor and b <= size and how in (first[2], candidate.recompute)
+                if expert == candidate.expert  # others read more weights, or send more rows
+            ),
+            default=self._whole.least_seconds * size / self._size,
         )
         each = SLACK * whole / candidate.tensor / candidate.pipeline
         passes = candidate.num_microbatches + (candidate.pipeline - 1) / candidate.num_model_chunks
@@ -185,7 +190,7 @@ class Search:
         cluster, training = self._space.cluster, self._estimator.training
         moved = training.states(self._whole.precision, candidate.data).moved(self._whole.owned)
         rate = cluster.device.memory_bandwidth * cluster.device.memory_efficiency
-        return moved / (candidate.tensor * candidate.pipeline) / rate
+        return moved / (candidate.mesh.expert * candidate.pipeline) / rate
 
     def _need(self, candidate: Candidate) -> float:
         """Return a lower bound of the fullest pipeline rank's bytes, for any cut.
@@ -198,7 +203,7 @@ class Search:
             row, share = self._estimator.measure(*candidate.key), 1.0
             kept = row.kept
         else:
-            row, share = self._whole, 1.0 / t
+            row, share = self._whole, 1.0 / candidate.mesh.expert
             kept = row.kept * candidate.microbatch_size / self._size / t
             kept *= candidate.recompute == self._recompute
         held = _count_held(candidate.schedule, p, candidate.num_microbatches, candidate.num_model_chunks)
@@ -217,13 +222,13 @@ class Search:
 
     def _count_units(self, candidate: Candidate) -> int:
         """Measure a candidate, and return the most stages that it can be cut into; 0 if it is refused."""
-        t, how = candidate.tensor, candidate.recompute
-        if (t, None) in self._refused or (t, how) in self._refused:
+        ranks, how = (candidate.tensor, candidate.expert), candidate.recompute
+        if (*ranks, None) in self._refused or (*ranks, how) in self._refused:
             return 0
         try:
             units = self._estimator.measure(*candidate.key).units
         except ValueError as error:
-            self._refused[t, None if isinstance(error, IndivisibleError) else how] = str(error)
+            self._refused[*ranks, None if isinstance(error, IndivisibleError) else how] = str(error)
             return 0
         self._measured.add(candidate.key)
         return units
@@ -314,11 +319,12 @@ class Search:
 
     def _list_refusals(self) -> str:
         refused = self._refused.items()
-        return "".join(f"; t={t}{f', recompute={how!r}' if how else ''}: {why}" for (t, how), why in refused)
+        return "".join(f"; t={t}{f', recompute={how!r}' if how else ''}: {why}" for (t, _, how), why in refused)
 
 
 def _plan(candidate: Candidate, *found: Any, **further: Any) -> Plan:
-    return Plan(*astuple(candidate), *found, **further)
+    *settings, expert = astuple(candidate)
+    return Plan(*settings, *found, expert=expert, **further)
 
 
 @cache

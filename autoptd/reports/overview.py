@@ -158,7 +158,7 @@ def _count_stage(manifest: Manifest, stage: Stage, interface: StageInterface) ->
         pipeline_rank=interface.index % manifest.mesh.pipeline,
         first=paths[0] if paths else "",
         last=paths[-1] if paths else "",
-        parameters=sum(prod(p.local_shape(manifest.mesh.axes)) for p in held if p.kind == "parameter"),
+        parameters=sum(prod(p.local_shape(manifest.mesh.sizes)) for p in held if p.kind == "parameter"),
         flops=sum(forward_work(node).flops for node in stage.graph.nodes),
         sent_bytes=sum(_crossing(boundary, manifest) for boundary in crossing),
         unscattered_bytes=sum(b.bytes for b in crossing),

@@ -20,13 +20,16 @@ from autoptd.simulate.stage_times import StageTimes
 class Owned:
     """Elements of the tensors of one rank: all, the trained ones, and those whose gradients are partial sums.
 
-    Integers and buffers take `fixed` bytes in any precision. `tied` counts the trained elements that other pipeline
-    ranks own too, by those ranks; `after` the others, by the stage whose last backward completes their gradients.
+    `stepped` are the trained ones, those of experts once for each data rank that has others: d shards of equal size
+    would have as many. Integers and buffers take `fixed` bytes in any precision. `tied` counts the trained elements
+    that other pipeline ranks own too, by those ranks; `after` the others, by the stage whose last backward completes
+    their gradients: those of experts as far as they are summed over data ranks.
     """
 
     elements: int
     fixed: int
     trained: int
+    stepped: int
     partial: int
     tied: Mapping[tuple[int, ...], int]
     after: Mapping[int, int]
@@ -54,30 +57,35 @@ def count_owned(manifest: Manifest, rank: int) -> Owned:
     own = manifest.stages[rank :: manifest.mesh.pipeline]
     # Of a rank's stages the first is the last to run backwards.
     first = {name: stage.index for stage in reversed(own) for name in stage.parameters}
-    elements = fixed = trained = partial = 0
+    elements = fixed = trained = stepped = partial = 0
+    mesh = manifest.mesh
     tied: dict[tuple[int, ...], int] = {}
     after: dict[int, int] = {}
     for name in sorted(first):
         parameter = manifest.parameters[name]
-        size = prod(parameter.local_shape(manifest.mesh.axes))
+        size = prod(parameter.local_shape(manifest.mesh.sizes))
         if parameter.kind == "parameter" and parameter.dtype.is_floating_point:
             elements += size
         else:
             fixed += size * parameter.dtype.itemsize
         if parameter.is_trained:
             trained += size
+            replicas = mesh.sizes[parameter.placement.replicas]
+            stepped += size * mesh.data // replicas
             partial += size * parameter.placement.has_partial_gradient
+            if replicas < mesh.data:  # a ring of fewer ranks sends less
+                size = round(size * (1 - 1 / replicas) / (1 - 1 / mesh.data))
             owners = manifest.owners(name)
             if len(owners) > 1:
                 tied[owners] = tied.get(owners, 0) + size
             else:
                 after[first[name]] = after.get(first[name], 0) + size
-    return Owned(elements, fixed, trained, partial, tied, after)
+    return Owned(elements, fixed, trained, stepped, partial, tied, after)
 
 
 def count_outputs(manifest: Manifest, rank: int) -> dict[str, int]:
     """Return the bytes of what a call returns besides the loss that a pipeline rank makes, if any, as "outputs"."""
-    p, axes = manifest.mesh.pipeline, manifest.mesh.axes
+    p, axes = manifest.mesh.pipeline, manifest.mesh.sizes
     made = [result for stage in manifest.stages[rank::p] for result in stage.outputs]
     sizes = (prod(r.placement.local_shape(r.shape, axes)) * r.dtype.itemsize for r in made)
     return {"outputs": manifest.num_microbatches * total} if (total := sum(sizes)) else {}
@@ -112,12 +120,15 @@ class States:
 
         Adam steps a copy of weights whose states are divided, even among one replica (see `adam_bytes`).
         """
-        states = owned.trained * adam_bytes(self._item, copied=self.shards > 0)
         return {
             "parameters": owned.elements * self._item + owned.fixed,
             "gradients": owned.trained * self.gradient,
-            "optimizer": states / max(self.shards, 1),
+            "optimizer": self._stepped(owned) * adam_bytes(self._item, copied=self.shards > 0),
         }
+
+    def _stepped(self, owned: Owned) -> float:
+        """Return the elements that a rank steps."""
+        return owned.stepped / self.shards if self.shards else owned.trained
 
     def scattered(self, elements: float, copied: bool) -> float:
         """Return the bytes of the sums of `elements` that are scattered; gloo sums what it has `copied`.
@@ -128,7 +139,7 @@ class States:
 
     def copied(self, owned: Owned) -> float:
         """Return the bytes of the float32 copies of narrow gradients while the optimizer steps."""
-        return owned.trained / max(self.shards, 1) * (FLOAT32_BYTES if self.gradient < FLOAT32_BYTES else 0)
+        return self._stepped(owned) * (FLOAT32_BYTES if self.gradient < FLOAT32_BYTES else 0)
 
     def moved(self, owned: Owned) -> float:
         """Return the bytes that clipping by the global norm and an Adam step read and write.
@@ -138,7 +149,7 @@ class States:
         """
         each = self.gradient + 7 * self._moment
         each += sum(narrow + self._moment for narrow in (self.gradient, self._item) if narrow < self._moment)
-        return owned.trained * each / max(self.shards, 1)
+        return self._stepped(owned) * each
 
 
 def add_up_slots(schedule: Schedule, sizes: Sequence[float]) -> list[float]:

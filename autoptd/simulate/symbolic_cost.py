@@ -66,6 +66,7 @@ class Cost:
         self.manifest, self._symbols = manifest, symbols
         mesh = manifest.mesh
         own = {"t": mesh.tensor, "d": mesh.data, "m": manifest.num_microbatches}
+        own |= {"e": mesh.expert} if mesh.expert > mesh.tensor else {}
         self.values = dict(symbols.values if symbols else {}) | {symbol(name): n for name, n in own.items()}
         works: Works = {}
         named: set[str] = set()
@@ -235,12 +236,13 @@ def _name_shape(tensor: Tensor, nodes: Iterable[fx.Node], sizes: Sizes) -> Seque
 
 
 def _list_work_lines(work: Work, direction: str) -> Iterator[Line]:
-    t = symbol("t")
+    t, e = symbol("t"), symbol("e")
     yield direction, sum((p.flops for p in work.products if not p.repeated), sympy.Integer(0))
     yield "scores_again", sum((p.flops for p in work.products if p.repeated), sympy.Integer(0))
     yield "elementwise", work.elementwise
     yield "moved", work.moved
-    yield "communicated", (t - 1) / t * (2 * work.reduced + work.gathered)
+    sent = (e - t) / e * work.dispatched if work.dispatched else 0
+    yield "communicated", (t - 1) / t * (2 * work.reduced + work.gathered) + sent
 
 
 def _typical(amounts: Sequence[Number]) -> Number:

@@ -18,8 +18,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Drop the arguments that repeat their default, and pass options by name.
 
-    ``sdpa(q, k, v, None, 0.0, True)`` becomes ``sdpa(q, k, v, is_causal=True)``; values stay in place, and so do an
-    operator's required arguments.
+    ``sdpa(q, k, v, None, 0.0, True)`` becomes ``sdpa(q, k, v, is_causal=True)``; required arguments stay in place.
     """
     known = _positional(target)
     if known is None or len(args) > len(known):

@@ -12,21 +12,23 @@ from autoptd.passes.ir.nodes import info, results_of
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime import collectives
 from autoptd.runtime.collectives import COPIED
-from autoptd.runtime.program.placement import REPLICATE, AxisPlacement, Ragged
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.placement import REPLICATED, Placement, Ragged
 
 # A module with fewer calls of its own than this, and no module inside, goes under its parent's heading.
 _OWN_HEADING = 8
 
 
-def write_shape(dtype: torch.dtype, shape: Sequence[int], on: AxisPlacement = REPLICATE, tensor: int = 1) -> str:
-    """Write ``bf16[256, 1, 3072/4]``: a rank's share, its divided dimension as the whole over the ranks.
+def write_shape(dtype: torch.dtype, shape: Sequence[int], on: Placement = REPLICATED, mesh: Mesh | None = None) -> str:
+    """Write ``bf16[256, 1, 3072/4]``: a rank's share, its divided dimension as the whole over the ranks of `mesh`.
 
-    Rows that are divided by experts are ``<=512``, as many as there can be on a rank.
+    Rows that are divided by experts are ``<=512``, as many as a rank has room for, and behind an all-to-all ``*``.
     """
-    sizes = [str(size) for size in shape]
-    if on.dim is not None and tensor > 1 and sizes:
-        own = shape[on.dim]
-        sizes[on.dim] = f"<={own}" if isinstance(on, Ragged) else f"{own * tensor}/{tensor}"
+    sizes, axis, dim = [str(size) for size in shape], on.axis, on[on.axis].dim
+    ranks = 1 if mesh is None else mesh.sizes[axis]
+    if dim is not None and ranks > 1 and sizes:
+        ragged = "*" if axis == "expert" else f"<={shape[dim]}"
+        sizes[dim] = ragged if isinstance(on[axis], Ragged) else f"{shape[dim] * ranks}/{ranks}"
     name = str(dtype).removeprefix("torch.").replace("float", "f").replace("uint", "u").replace("int", "i")
     return f"{name}[{', '.join(sizes)}]"
 
@@ -41,17 +43,19 @@ def write_bytes(count: int) -> str:
     return f"{value:.3g} {prefix}B"
 
 
-def write_value_shape(node: fx.Node, tensor: int) -> str:
+def write_value_shape(node: fx.Node, mesh: Mesh) -> str:
     """Write the shape of a node's value, or of each part; empty if it is unknown."""
     values, placements = results_of(node), info(node).placements
     pairs = zip(values, placements * (len(values) // len(placements)), strict=True)
-    parts = [write_shape(x.dtype, x.shape, on["tensor"], tensor) if isinstance(x, Tensor) else "" for x, on in pairs]
+    parts = [write_shape(x.dtype, x.shape, on, mesh) if isinstance(x, Tensor) else "" for x, on in pairs]
     return f"{len(parts)} x {parts[0]}" if len(parts) > 1 and len(set(parts)) == 1 else ", ".join(parts)
 
 
 def write_communication(node: fx.Node, tensor: int) -> str:
-    """Write what the call sends to the other tensor ranks, forward or backward; empty if nothing (torch's own)."""
+    """Write what the call sends to other ranks of its stage, forward or backward; empty if nothing (torch's own)."""
     value: Any = node.meta.get("val")
+    if node.target in (collectives.send_to_experts, collectives.return_from_experts):
+        return f"all-to-all, {write_bytes(forward_work(node).dispatched)} over experts"
     own = isinstance(value, Tensor) or node.target is collectives.copied_linears
     if tensor == 1 or not own or isinstance(node.target, torch._ops.OpOverload):
         return ""

@@ -77,8 +77,9 @@ class RankProgram:
         """Return the rank's tensors by their names in the user's ``state_dict``."""
         mesh, at = self.manifest.mesh, self.coordinates
         own = {n: p for n, p in self.manifest.parameters.items() if at.pipeline in self.manifest.owners(n)}
-        slices = {n: find_slice(p, mesh.tensor, at.tensor) for n, p in own.items()}
-        return {n: LocalParameter(p.shape, p.local_shape(mesh.axes), slices[n]) for n, p in own.items()}
+        groups = {n: mesh.group(p.placement.axis, self.rank) for n, p in own.items()}
+        slices = {n: find_slice(p, len(groups[n]), groups[n].index(self.rank)) for n, p in own.items()}
+        return {n: LocalParameter(p.shape, p.local_shape(mesh.sizes), slices[n]) for n, p in own.items()}
 
     @cached_property
     def peers(self) -> Peers:
@@ -120,6 +121,6 @@ class RankProgram:
 
 
 def find_slice(parameter: Parameter, size: int, index: int) -> Slice:
-    """Return the slice of a tensor that tensor rank `index` of `size` holds, neighbouring rows joined."""
-    on_tensor = parameter.placement["tensor"]
-    return Slice(on_tensor.dim, tuple(range(*run) for run in on_tensor.runs(size, index)))
+    """Return the slice of a tensor that rank `index` of the `size` on its axis holds, neighbouring rows joined."""
+    on_axis = parameter.placement[parameter.placement.axis]
+    return Slice(on_axis.dim, tuple(range(*run) for run in on_axis.runs(size, index)))

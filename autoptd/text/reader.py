@@ -89,7 +89,7 @@ def _trace_stage(program: ProgramText, index: int, manifest: Manifest, propagati
             f"expected {2 + len(values)} arguments ({expected})"
         )
     tensors = {name: manifest.parameters[name] for name in interface.parameters}
-    parameters = {name: _meta(p.local_shape(manifest.mesh.axes), p.dtype) for name, p in tensors.items()}
+    parameters = {name: _meta(p.local_shape(manifest.mesh.sizes), p.dtype) for name, p in tensors.items()}
     recorder = Recorder(program.filename, _find_targets(program.text), parameters, propagation)
     rank = recorder.placeholder("rank", "rank", "rank", propagation.rank)
     traced = []

@@ -58,15 +58,12 @@ class TracedValue(fx.Proxy):
 class Recorder(GraphAppendingTracer):
     """A recorder of one function of the text `filename` as `graph`.
 
-    `parameters` are meta tensors for the contents of ``p``; `targets` are the names that each line assigns to, so that
-    nodes are named as in the text.
+    `parameters` are meta tensors for the contents of ``p``; `targets` the names that each line assigns to its nodes.
     """
 
-    def __init__(
-        self, filename: str, targets: Targets, parameters: Mapping[str, Tensor], propagation: Propagation
-    ) -> None:
+    def __init__(self, path: str, targets: Targets, parameters: Mapping[str, Tensor], propagation: Propagation) -> None:
         super().__init__(fx.Graph())
-        self.filename = filename
+        self.filename = path
         self.parameters = TracedParameters(self, parameters)
         self._propagation = propagation
         self._targets = targets

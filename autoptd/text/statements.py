@@ -34,7 +34,7 @@ def write_body(stage: Stage, names: Names, headings: Mapping[str, str], mesh: Me
                 yield ""
             own = next((n for n in members if path and info(n).path == path), members[0])
             yield write_heading(name_modules(path, members), info(own).line, indent)
-            yield from write_calls(members, names, mesh.tensor, indent, repeated)
+            yield from write_calls(members, names, mesh, indent, repeated)
 
     def write_group(label: str, nodes: Sequence[fx.Node]) -> Iterator[str]:
         """Write a function and its call: it takes ``rank`` and values, and reads ``p`` from outside."""
@@ -42,7 +42,7 @@ def write_body(stage: Stage, names: Names, headings: Mapping[str, str], mesh: Me
         taken = [names[node] for node in values_taken(nodes)]
         given = values_given(nodes)
         results = ", ".join(names[node] for node in given)
-        shapes = ", ".join(dict.fromkeys(write_value_shape(node, mesh.tensor) for node in given))
+        shapes = ", ".join(dict.fromkeys(write_value_shape(node, mesh) for node in given))
         yield f"{INDENT}# recomputed in the backward"
         yield from write_statement(f"def {function}", ["rank", *taken], "", "", INDENT, "):")
         yield from write_modules(nodes, 2 * INDENT)
@@ -63,9 +63,9 @@ def write_heading(name: str, line: str, indent: str = INDENT) -> str:
 
 
 def write_calls(
-    nodes: list[fx.Node], names: Names, tensor: int, indent: str = INDENT, repeated: Collection[fx.Node] = ()
+    nodes: list[fx.Node], names: Names, mesh: Mesh, indent: str = INDENT, repeated: Collection[fx.Node] = ()
 ) -> Iterator[str]:
-    """Write the lines of consecutive calls on one of `tensor` ranks; the backward runs those `repeated` again.
+    """Write the lines of consecutive calls on one rank of `mesh`; the backward runs those `repeated` again.
 
     A split is unpacked if its parts are taken at once.
     """
@@ -75,15 +75,15 @@ def write_calls(
         parts = _parts_taken(node, nodes, position + 1)
         position += 1 + len(parts)
         target = ", ".join(names[part] for part in parts or [node])
-        note = "partial" if info(node).is_partial else write_communication(node, tensor)
-        shape = "" if note and node.target in _SHAPE_KEPT else write_value_shape(node, tensor)
-        if node in repeated and "over tensor" in note and not note.startswith("backward"):
+        note = "partial" if info(node).is_partial else write_communication(node, mesh.tensor)
+        shape = "" if note and node.target in _SHAPE_KEPT else write_value_shape(node, mesh)
+        if node in repeated and " over " in note and not note.startswith("backward"):
             note += ", and again"
         if is_index(node):
             yield beside(f"{indent}{target} = {write_index(node, names)}", write_comment(shape, note))
         else:
             function, args = write_call(node, names)
-            after = write_comment(write_hidden(node, tensor))
+            after = write_comment(write_hidden(node, mesh.tensor))
             yield from write_statement(f"{target} = {function}", args, shape, note, indent, after=after)
 
 

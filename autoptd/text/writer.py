@@ -32,14 +32,13 @@ def emit_texts(
     """Write one program per pipeline rank of a cut `program`.
 
     `schedule` has one row of actions per pipeline rank; `title` names the model ("GPT-24, 16 heads"). `flops`, shown
-    in the header if given, are each stage's forward floating-point operations for one microbatch on one rank. Raises
-    ValueError for a node that cannot be written.
+    in the header if given, are each stage's forward FLOPs for a microbatch and rank. ValueError for an unknown node.
     """
     headings, mesh = find_headings(program.stages), program.mesh
     log = [line for entry in program.log for line in _wrap(entry, "    ")]
     totals = []
     for index, stage in enumerate(program.stages):
-        size = sum(prod(p.local_shape(mesh.axes)) * p.dtype.itemsize for p in stage.parameters.values())
+        size = sum(prod(p.local_shape(mesh.sizes)) * p.dtype.itemsize for p in stage.parameters.values())
         held = f"{write_bytes(size)} of parameters"
         work = f"{flops[index] / 1e9:.3g} GFLOP forward, " if flops else ""
         totals.append(_wrap(f"stage {index}: {_find_range(stage)}: {work}{held} per rank", "    "))
@@ -88,9 +87,9 @@ def _write_stage(stage: Stage, manifest: Manifest, index: int, headings: Mapping
 
 
 def _write_signature(manifest: Manifest, index: int, taken: Sequence[fx.Node], names: Names) -> list[str]:
-    interface, tensor, values = manifest.stages[index], manifest.mesh.tensor, taken[1:]
+    interface, values = manifest.stages[index], taken[1:]
     came = [f"from stage {index - 1}, {_crossing(manifest, b, 'gathered')}" for b in interface.receives]
-    shapes = [write_value_shape(node, tensor) for node in values]
+    shapes = [write_value_shape(node, manifest.mesh) for node in values]
     pairs = zip(shapes, [*came, *["batch"] * len(interface.inputs)], strict=True)
     comments = [write_comment(*pair, columns=len(values) == 1) for pair in pairs]
     head = f"def stage_{index}("
@@ -109,12 +108,12 @@ def _crossing(manifest: Manifest, boundary: Boundary, done: str) -> str:
 
 
 def _write_return(manifest: Manifest, interface: StageInterface, output: fx.Node, names: Names) -> list[str]:
-    values, tensor = nodes_in(output.args[0]), manifest.mesh.tensor
+    values = nodes_in(output.args[0])
     codes = [write_value(node, names) for node in values]
     to = f"to stage {interface.index + 1}, "
     notes = [to + _crossing(manifest, boundary, "scattered") for boundary in interface.sends] or [""]
     notes += [f"output {result.name}" for result in interface.outputs]
-    shapes = [write_value_shape(node, tensor) for node in values]
+    shapes = [write_value_shape(node, manifest.mesh) for node in values]
     comments = [write_comment(shape, note) for shape, note in zip(shapes, notes, strict=True)]
     if len(values) == 1:
         return align([(f"    return {codes[0]}", comments[0])])
@@ -136,7 +135,7 @@ def _write_constants(stages: Sequence[Stage]) -> list[str]:
         for path, run in groupby(made, lambda node: info(node).path):
             calls = list(run)
             lines += ["", write_heading(path or "model", info(calls[0]).line)]
-            lines += write_calls(calls, names, 1)
+            lines += write_calls(calls, names, Mesh(1, 1, 1))
         result.update({name: write_value(node, names) for name, node in wanted.items()})
     if not result:
         return []

@@ -43,22 +43,23 @@ def join_gradients(manifest: Manifest, found: list[StepResult]) -> tuple[dict[st
                 wrong.append(f"rank {rank} has the {what} {one!r}, rank 0 {other!r}")
     whole: dict[str, Tensor] = {}
     for name, parameter in manifest.parameters.items():
-        on_tensor = parameter.placement["tensor"]
+        placement = parameter.placement
+        on_axis = placement[placement.axis]
         for pipeline in manifest.owners(name):
-            ranks = [mesh.rank_of(0, pipeline, tensor) for tensor in range(mesh.tensor)]
+            ranks = mesh.group(placement.axis, mesh.rank_of(0, pipeline, 0))
             parts = [part for rank in ranks if (part := found[rank].gradients.get(name)) is not None]
             if len(parts) < len(ranks):
                 continue
             for rank, part in zip(ranks, parts, strict=True):
-                for peer in mesh.group("data", rank)[1:]:
+                for peer in mesh.group(placement.replicas, rank)[1:]:
                     theirs = found[peer].gradients.get(name)
                     if theirs is None or not torch.equal(part, theirs):
                         what = f"the gradient of {name} on rank {peer} differs from that of rank {rank}"
                         wrong.append(f"replicas differ: {what}")
-                rows = on_tensor.split(part, mesh.tensor, divided=False)
-                first = on_tensor.split(parts[0], mesh.tensor, divided=False)
+                rows = on_axis.split(part, len(ranks), divided=False)
+                first = on_axis.split(parts[0], len(ranks), divided=False)
                 wrong += _say_different(rows, first, f"undivided gradient of {name}", rank, ranks[0])
-            own = on_tensor.join(parts)
+            own = on_axis.join(parts)
             if name in whole:
                 owner = mesh.rank_of(0, manifest.owners(name)[0], 0)
                 wrong += _say_different([own], [whole[name]], f"gradient of the tied {name}", ranks[0], owner)

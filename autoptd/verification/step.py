@@ -156,7 +156,7 @@ def check_memory(manifest: Manifest) -> None:
     """Raise ValueError unless all ranks' slices and the plain model fit into memory, each `COPIES` times."""
     mesh, parameters = manifest.mesh, manifest.parameters.items()
     plain = sum(prod(p.shape) for _, p in parameters)
-    slices = sum(prod(p.local_shape(mesh.axes)) * len(manifest.homes(name)) for name, p in parameters)
+    slices = sum(prod(p.local_shape(mesh.sizes)) * len(manifest.homes(name)) for name, p in parameters)
     needed = COPIES * torch.float64.itemsize * (plain + slices * mesh.tensor * mesh.data) + MARGIN
     if needed > (available := available_bytes()):
         raise ValueError(

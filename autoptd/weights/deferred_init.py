@@ -1,7 +1,6 @@
 """Initial weights of a model on the meta device: the distributions that building it on a real device would draw.
 
-The model's constructor is run again and recorded, with `initializer` after it if there is one. Nothing is guessed:
-uncertain cases are refused, with the reason.
+The model's constructor, and `initializer` if there is one, is run again and recorded. Uncertain cases are refused.
 """
 
 import contextlib

@@ -3,8 +3,7 @@
 Empty and random tensors are made on the meta device, so that nothing large exists; other tensors as usual. The code
 sees CPU tensors all the same, since some initialisations skip steps that have no effect on tensors without values.
 A later write of a whole tensor replaces the earlier ones; a write into a part (a padding row) is added to them.
-Multiplying a whole tensor by a number, or adding one, changes its distribution. After any other operator, the contents
-of a tensor are unknown until it is written again.
+Multiplying a whole tensor by a number, or adding one, changes its distribution; others leave it unknown until written.
 """
 
 from __future__ import annotations

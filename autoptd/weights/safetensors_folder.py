@@ -17,8 +17,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     """The tensors at `path`, a file or folder; a tensor, or some of its rows, is read when it is used.
 
     Of a folder, the file ``model.safetensors`` is used, else the files of its index, else all. `rename` returns the
-    model's name for a name in the files. Raises ValueError if there is no file, a file of the index is missing or
-    cannot be read, or two tensors have the same name.
+    model's name for a name in the files. ValueError for no file, one missing or unreadable, or two tensors of one name.
     """
 
     def __init__(self, path: str | Path, rename: Callable[[str], str] | None = None) -> None:

@@ -24,8 +24,7 @@ def read_weights(
 ) -> dict[str, Tensor | FileTensor]:
     """Return whole tensors by the user's names, those of `others` for names that `weights` lacks or has without values.
 
-    A path is a safetensors file, or a folder of them (with or without Hugging Face's index). Raises ValueError for
-    None or an empty folder, TypeError for other types.
+    A path is a safetensors file, or a folder of them. ValueError for None or an empty folder, TypeError for others.
     """
     if weights is None:
         raise ValueError("no model to take weights from; pass weights= (module, state_dict or folder)")

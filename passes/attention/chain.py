@@ -129,12 +129,10 @@ def _read_addition(node: fx.Node, learned: set[fx.Node]) -> Step | None:
     return None
 
 
-def _read_fill(
-    source: Any, mask: Any, value: Any, number: Number, learned: set[fx.Node], *, hides: bool
-) -> Step | None:
+def _read_fill(source: Any, mask: Any, value: Any, number: Number, known: set[fx.Node], *, hides: bool) -> Step | None:
     """Read one number in place of the scores that a mask `hides`, or does not show."""
     factor = number(value)
-    if factor is None or mask in learned or not isinstance(mask, fx.Node) or not isinstance(source, fx.Node):
+    if factor is None or mask in known or not isinstance(mask, fx.Node) or not isinstance(source, fx.Node):
         return None
     return Step(source, "fill", (), factor, mask, hides) if mask.meta["val"].dtype == torch.bool else None
 

@@ -39,8 +39,7 @@ class Constants:
     def number(self, value: Any) -> float | None:
         """Return an argument that is one number: a literal, or a constant of one element in the model's code.
 
-        The number is exact, not rounded by a dtype: ``torch.sqrt(torch.tensor(8.0))`` is a factor in any precision. A
-        buffer is not read, as another value may be loaded later.
+        The number is exact: ``torch.sqrt(torch.tensor(8.0))`` is a factor in any precision. Buffers are not read.
         """
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)

@@ -17,8 +17,7 @@ from autoptd.runtime import aten
 class Step:
     """One operator between the product and the softmax, applied to the scores `source` of shape `frame`.
 
-    "scale": times `factor`; "add": plus `mask`; "fill": `factor` where `mask` `hides` (or does not show); "view" and
-    "cast": the same numbers.
+    "scale": times `factor`; "add": plus `mask`; "fill": `factor` where `mask` `hides`, or not; "view", "cast".
     """
 
     source: fx.Node

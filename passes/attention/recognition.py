@@ -28,8 +28,7 @@ from autoptd.runtime import kernels
 class Finding:
     """One attention of the model: the rule that applied, its mask, and why no better rule did.
 
-    `rule`: "sdpa", "softmax" (``kernels.scaled_softmax`` between products) or "" (left as it is). `place` is its
-    module path and source line.
+    `rule`: "sdpa", "softmax" (``scaled_softmax`` between products) or "" (left). `place`: module path and source line.
     """
 
     rule: str

@@ -133,8 +133,7 @@ class Cluster:
     def load(cls, name: Cluster | str | Path) -> Cluster:
         """Load a shipped cluster by name ("dgx-a100") or your own TOML file by path; return a `Cluster` as it is.
 
-        Raises TypeError for another type, and ValueError for an unknown name or a file with missing, unknown or
-        impossible values, which it names.
+        TypeError for another type; ValueError for an unknown name, or missing, unknown or impossible values in a file.
         """
         if isinstance(name, Cluster):
             return name
@@ -169,8 +168,7 @@ class Cluster:
     def save(self, path: str | Path, source: str, others: Mapping[str, str] | None = None) -> None:
         """Write a TOML file that `load` reads, each value with its source: `source`, or its entry in `others`.
 
-        The keys of `others` name values or tables of values: "nics_per_node", "network". Raises ValueError if `path`
-        cannot be written or does not end in .toml.
+        `others` has values or tables by name ("nics_per_node", "network"). ValueError unless `path` is a new .toml.
         """
         file = Path(path)
         if file.suffix != ".toml":

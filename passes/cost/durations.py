@@ -48,7 +48,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of one direction: computing, and waiting for the tensor group's collectives."""
+    """Seconds of one direction: computing, and waiting for the collectives of the tensor group and of experts."""
 
     compute: float = 0.0
     tensor: float = 0.0
@@ -100,6 +100,7 @@ class Durations:
             device, dtype, scale = self.cluster.device, self.precision.dtype, self.precision.scale
             exposed = self.cluster.all_reduce_seconds(work.reduced * scale, self.tensor_group)
             exposed += self.cluster.all_gather_seconds(work.gathered * scale, self.tensor_group)
+            exposed += self._exchange_seconds(work.dispatched * scale)
             if work.overlapped is not None and self.overlap and device.multiprocessors > 1:
                 exposed = max(0.0, exposed - device.seconds(work.overlapped, dtype, scale))
             self._known[work] = Seconds(device.seconds(work, dtype, scale), exposed)
@@ -110,6 +111,16 @@ class Durations:
         """The slowest tensor group."""
         at = {} if self.pipeline_rank is None else {"pipeline": self.pipeline_rank}
         return self.cluster.slowest(self.mesh.groups("tensor", **at))
+
+    def _exchange_seconds(self, count: float) -> float:
+        """Return the seconds of an all-to-all of `count` bytes of each device among ranks that share experts."""
+        if not count:
+            return 0.0
+        group, cluster = self.cluster.slowest(self.mesh.groups("exchange")), self.cluster
+        near, number = max(cluster.nodes(group).values()), len(group)
+        here, there = cluster.farthest((group[0], rank) for rank in group)
+        across = cluster.send_seconds(count * (number - near) / number, here, there, senders=cluster.devices_per_node)
+        return across + cluster.send_seconds(count * (near - 1) / number, here, here)
 
     @cached_property
     def _neighbours(self) -> tuple[int, int]:

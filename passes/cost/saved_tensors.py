@@ -109,8 +109,7 @@ class Ledger:
     def differentiated(self, node: fx.Node, trained: Collection[fx.Node]) -> int:
         """Return the bytes of the gradients that exist at once while `node` is differentiated, with those of weights.
 
-        `trained` are the values that have a gradient. A view's gradient lies where its source's does; torch's own
-        cross entropy differentiates its two halves one by one.
+        `trained` values have a gradient, a view's where its source's is; torch's cross entropy has two, for its parts.
         """
         if node not in trained:
             return 0

@@ -2,8 +2,7 @@
 
 A chain of analytic operators on one value is evaluated in float64 beside each known activation, over its bulk and its
 tails; if the two agree to the last bits, it is that activation. Piecewise operators never enter a chain, so agreement
-at the points is agreement between them. A tanh-GELU whose sqrt(2 / pi) is rounded differs from torch's: our kernels
-take the number that the chain has.
+at the points is agreement between them. Our kernels take the sqrt(2 / pi) of a tanh-GELU as the chain rounds it.
 """
 
 import math

@@ -77,8 +77,7 @@ class _Judge:
     def allows(self, match: Match) -> bool:
         """Return whether the chain lies in one layer and one region of recomputation, and keeps its gradients.
 
-        A long skip spans all layers, and no stage may end in a kernel. A call has gradients for all its results or for
-        none, and none for constants.
+        A long skip spans all layers, and no stage may end in a kernel. All results have gradients or none; no constant.
         """
         chain = {*match.members, *match.results}
         places = [self._products[node] for node in chain if node in self._products]

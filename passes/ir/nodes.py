@@ -26,8 +26,7 @@ Role = Literal["rank", "input", "boundary"]
 class NodeInfo(NamedTuple):
     """The facts about one node besides ``node.meta["val"]``, torch's own key for its meta tensor(s).
 
-    - `path`: the path of the module that calls it, as the user knows it ("h.0.attn"), and `line` of its code
-      ("gpt.py:52"); either may be empty.
+    - `path` of the module that calls it ("h.0.attn"), and `line` of its code ("gpt.py:52"); either may be empty.
     - `role` of a placeholder: the "rank", a batch "input", or a value from the stage before ("boundary").
     - `requires_grad` of a boundary: whether a gradient goes back; None where its dtype decides.
     - `placement` of the value on the mesh axes; of several results a tuple of these.

@@ -1,8 +1,7 @@
 """Packed projections taken apart: a linear whose output is split into query, key and value.
 
 In [s, b, 3 * heads * size] the heads of one tensor are no even steps apart once there are several sequences, so that
-no batched product can read them in place. Written as a linear for each part of the weight, each lies by itself. Fused
-attention takes any steps, and needs none of this.
+no batched product can read them in place. A linear for each part of the weight lies by itself; fused attention is free.
 """
 
 import operator

@@ -19,8 +19,7 @@ def enter_region(outer: Autocast | None, device: str, dtype: torch.dtype, enable
     """Return the state inside ``torch.autocast(device, dtype, enabled)`` in the forward, within the state `outer`.
 
     Models are traced on the CPU, so a region of ``x.device.type`` says "cpu" whatever device the program will run on:
-    it means the device of `outer`. A region of CUDA devices has no effect in a model that autocasts on the CPU. Raises
-    ValueError for an enabled region of other devices.
+    it means the device of `outer`. A CUDA region does nothing where a model autocasts on CPUs; ValueError for others.
     """
     if device not in KERNELS:
         if enabled:

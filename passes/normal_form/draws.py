@@ -55,14 +55,12 @@ def draws(target: Any) -> bool:
     return str(target) != "aten.randint_like.Tensor" and aten_name(target).removesuffix("_") in _DISTRIBUTIONS
 
 
-def write_draw(
-    target: Any, given: Given, dtype: torch.dtype, uniform: Callable[[torch.dtype], Any], apply: Apply
-) -> Any:
-    """Write what the operator `target` draws for a result of `dtype`; a cast to that may be left to do.
+def write_draw(draw: Any, given: Given, dtype: torch.dtype, uniform: Callable[[torch.dtype], Any], apply: Apply) -> Any:
+    """Write what the operator `draw` draws for a result of `dtype`; a cast to that may be left to do.
 
     `given` are its arguments by name, and `uniform` draws the numbers, in a dtype fit for what is made of them.
     """
-    rule = _DISTRIBUTIONS[aten_name(target).removesuffix("_")]
+    rule = _DISTRIBUTIONS[aten_name(draw).removesuffix("_")]
     if rule is _integers:
         dtype = torch.float64
     elif not dtype.is_floating_point or (dtype in HALF and rule is not _uniform):

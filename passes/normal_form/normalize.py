@@ -39,8 +39,7 @@ def normalize(program: Program) -> Program:
     """Rewrite the captured stage's graph into functional aten operators with ``rank`` as first placeholder.
 
     Dropouts become ``kernels.dropout``, attention with dropout a product, ``kernels.scaled_softmax`` and a product, and
-    draws arithmetic on ``kernels.uniform``, numbered in capture order. Raises ValueError, with file and line, for a
-    random or in-place operator that has no such form.
+    draws arithmetic on ``kernels.uniform``, numbered in capture order. ValueError, with the line, for other operators.
     """
     (stage,) = program.stages
     writer = Normalizer(stage.parameters)

@@ -1,17 +1,17 @@
 """Mixtures of experts (`kernels.experts`): experts are divided over the tensor ranks, else the width of each is.
 
 Tensor ranks have all tokens. Each computes the rows of its own experts, and the all-reduce behind ``combine`` adds up
-what its ranks have of a token: as much as behind any row-parallel linear. The rows of all experts are a ragged axis,
-divided as the experts are.
+what its ranks have of a token: as much as behind any row-parallel linear. Their rows are a ragged axis, like these.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, called, shape_of
+from autoptd.passes.ir.nodes import argument, called, results_of, shape_of
 from autoptd.passes.ir.products import MatrixProduct
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import products, proof
@@ -20,7 +20,7 @@ from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, is_lone_sum, same_call
 from autoptd.passes.operators.quantities import Number, Product, Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
-from autoptd.runtime import kernels
+from autoptd.runtime import collectives, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Ragged, Segment, Shard
 
 
@@ -145,6 +145,25 @@ def _combine_partial(node: fx.Node, placements: proof.Placements) -> proof.Found
     return proof.PARTIAL if kept else proof.refuse_partial(node, placements)
 
 
+def _sent_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
+    """Rows that were routed to a tensor rank's experts, of which a rank then has a part; `given` are all counts."""
+    rows, counts = (proof.read(argument, placements) for argument in node.args[1:3])
+    if not (rows is counts is proof.WHOLE or (isinstance(rows, Ragged) and counts.dim == 0)):
+        given = proof.describe(node.args[1], placements)
+        raise proof.PlacementError(f"sends {given}, to experts: expected rows of tokens, and the counts of their route")
+    _, own, given = results_of(node)
+    whole = proof.WHOLE if counts is proof.WHOLE else Shard(1, (Segment(1, given.shape[1], 1, True),))
+    return Ragged(0), Shard(0, (Segment(1, len(own), 1, True),)), whole
+
+
+def _returned_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
+    """Rows of experts, which are in the order of the tokens again; where all were sent, a rank has those of all."""
+    rows, given = (proof.read(argument, placements) for argument in node.args[1:3])
+    if isinstance(rows, Ragged) and (given is proof.WHOLE or given.dim == 1):
+        return proof.WHOLE if given is proof.WHOLE else rows
+    raise proof.PlacementError(f"returns {proof.describe(node.args[1], placements)}: expected rows of experts")
+
+
 # The sequence-first layout: tokens are numbered as they lie in what is routed
 
 
@@ -172,12 +191,16 @@ def _combine_order(writer: LayoutWriter, node: fx.Node) -> Written:
 # Costs
 
 
-def _expect_rows(node: fx.Node, value: Value) -> Number:
-    """Return how many rows a rank's own experts have if all have as many; those of the buffer if nothing is known."""
-    counts: Any = node.args[2]
+def _expect_rows(counts: Any, rows: Any, value: Value) -> Number:
+    """Return how many rows a rank's own experts have if all have as many; all `rows` if nothing is known.
+
+    They are as many before and after they are sent to other ranks.
+    """
+    while counts.target is getitem and counts.args[0].target is collectives.send_to_experts:
+        counts = counts.args[0].args[2]
     route = counts.args[0] if counts.target is getitem else counts
     if route.target is not kernels.route:
-        return value.shape(node)[0]
+        return value.shape(rows)[0]
     _, chosen, number, _ = route.args
     (tokens, slots), (own,) = value.shape(chosen), value.shape(counts)
     if getattr(own, "is_number", True):
@@ -189,7 +212,7 @@ def _linear_work(node: fx.Node, value: Value, wanted: Sequence[fx.Node] | None =
     """A product for the result, or for the gradients of the rows and of the weight; rows behind are written, too."""
     product = _product(node)
     inner, columns = value.shape(product.x)[1], value.shape(node)[1]
-    gemm = Product(1, _expect_rows(node, value), columns, inner)
+    gemm = Product(1, _expect_rows(node.args[2], node, value), columns, inner)
     sizes = {given: value.bytes(given) for given in (product.x, product.weight)}
     result = value.bytes(node)
     if wanted is None:
@@ -203,9 +226,22 @@ def _linear_work(node: fx.Node, value: Value, wanted: Sequence[fx.Node] | None =
     return sum(works, Work())
 
 
+def _exchange(node: fx.Node, value: Value, *_: Any) -> Work:
+    """An all-to-all of as many rows as a rank sends if all experts have as many, and their sort by expert."""
+    rows: Any = node.args[1]
+    size = _expect_rows(node.args[2], rows, value) * value.shape(rows)[1] * rows.meta["val"].itemsize
+    return Work(read=2 * size, written=2 * size, dispatched=size, launches=4)
+
+
+EXCHANGES = (collectives.send_to_experts, collectives.return_from_experts)
+_ANY = Trait.ANY_PLACEMENT
+_EXCHANGE = OperatorRules(work=_exchange, backward=_exchange, traits=_ANY | Trait.SUMS_GRADIENTS)
+
 RULES: Mapping[Any, OperatorRules] = {
+    collectives.send_to_experts: replace(_EXCHANGE, placed=_sent_placed),
+    collectives.return_from_experts: replace(_EXCHANGE, placed=_returned_placed, traits=_ANY | Trait.SUMS_RANKS),
     kernels.route: OperatorRules(
-        axes=_route_axes, local=_route_local, placed=_route_placed, order=_route_order, traits=Trait.ANY_PLACEMENT
+        axes=_route_axes, local=_route_local, placed=_route_placed, order=_route_order, traits=_ANY
     ),
     kernels.dispatch: OperatorRules(
         axes=_dispatch_axes, placed=_dispatch_placed, order=_dispatch_order, keeps="nothing"

@@ -27,8 +27,7 @@ from autoptd.runtime import aten
 class DimOrder:
     """A value's shape as the user has it; `transposed`: the new graph has batch and sequence exchanged.
 
-    `pair` is the dimension of the batch, counted back from the last, right before the sequence's, and whether it is
-    merged with that; `rows` are the sizes of both.
+    `pair`: the batch's dimension, from the last, before the sequence's, and whether they are merged; `rows`: sizes.
     """
 
     shape: tuple[int, ...]

@@ -47,7 +47,7 @@ def _scale_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     return next(filter(None, kept), None) or same_call(localizer, node)
 
 
-def _apart_local(localizer: Localizer, node: fx.Node) -> fx.Node:
+def _apart(localizer: Localizer, node: fx.Node) -> fx.Node:
     """Keep padding, of which an element may have no value or no slope, away from gradients and what is made of it."""
     own = localizer.axis_map.of(node)
     if not (has_gradients(node.meta["val"]) and any(localizer.divided.get(ax.find(axis)) for axis in own)):
@@ -92,9 +92,7 @@ def _make_axes(axis_map: AxisMap, node: fx.Node) -> Axes:
 
 
 _SAFE = Trait.PADDING_SAFE
-POINTWISE = OperatorRules(
-    axes=broadcast, local=_apart_local, placed=proof.elementwise, order=elementwise_order, traits=_SAFE
-)
+POINTWISE = OperatorRules(axes=broadcast, local=_apart, placed=proof.elementwise, order=elementwise_order, traits=_SAFE)
 _SAME = replace(POINTWISE, local=same_call, of_partial=proof.keep_partial, traits=_SAFE | Trait.TAKES)
 _NEG = replace(_SAME, keeps="nothing", traits=_SAFE | Trait.SCALES)
 _LAY_OUT = replace(_NEG, traits=_SAFE | Trait.LAYS_OUT)

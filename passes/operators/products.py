@@ -274,8 +274,7 @@ def _letters(group: str, shape: Sequence[int]) -> Iterator[Any]:
 def _convolution(product: MatrixProduct, value: Value) -> Product:
     """[.., in, places] x [out, in / groups, kernel]: the result's channels, of what the kernel covers, everywhere.
 
-    A transposed one is that of the result by [in, out / groups, kernel], and ``bilinear`` [.., i] x [out, i, j] x
-    [.., j]: for each row and output a sum over both.
+    Transposed: the result by [in, out / groups, kernel]; ``bilinear``: [.., i] x [out, i, j] x [.., j] over both.
     """
     name, (_, *covered) = str(product.node.target), value.shape(product.weight)
     shape = value.shape(product.x if "transpose" in name else product.node)

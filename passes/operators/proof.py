@@ -1,8 +1,7 @@
 """The static proof's placements: a tensor rank holds a whole value, its part, or one term of a sum.
 
 The proof walks a stage and gives every value its placement on the tensor axis, from the parameters' placements
-alone, so that it judges an edited text like any other. A segment's `size` is here the rank's own. Below are the rules
-that several operators have in common.
+alone, so that it judges an edited text like any other. A segment's `size` is here the rank's own. Common rules follow.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,13 +41,14 @@ Rule = Callable[[fx.Node, Placements], Found]
 COPYING = frozenset(["expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "cat"])
 
 
-def place_parameter(parameter: Parameter, tensor: int) -> AxisPlacement:
-    """Return what each of `tensor` ranks holds of a parameter."""
-    on_tensor = parameter.placement["tensor"]
-    if on_tensor.dim is None:
+def place_parameter(parameter: Parameter, sizes: Mapping[str, int]) -> AxisPlacement:
+    """Return what each rank holds of a parameter, on a mesh whose axes have these `sizes`."""
+    axis = parameter.placement.axis
+    on_axis, size = parameter.placement[axis], sizes[axis]
+    if on_axis.dim is None:
         return WHOLE
-    segments = (replace(s, size=s.size // tensor) if s.divided else s for s in on_tensor.segments)
-    return Shard(on_tensor.dim, tuple(segments), parameter.shape[on_tensor.dim])
+    segments = (replace(s, size=s.size // size) if s.divided else s for s in on_axis.segments)
+    return Shard(on_axis.dim, tuple(segments), parameter.shape[on_axis.dim])
 
 
 def is_mixed(placement: AxisPlacement) -> bool:
@@ -282,8 +282,7 @@ def check_key(placement: AxisPlacement, key: int | None, shape: Sequence[int] | 
 def divided(dim: int | None, found: AxisPlacement | None, whole: str) -> Rule:
     """Return the rule of a kernel of a vocabulary, `dim` of its argument after the rank, that is divided.
 
-    Without `dim` the call names it. The result is placed as `found`, or like the argument. An error names what reads a
-    `whole` vocabulary.
+    Without `dim` the call names it. The result is placed as `found`, or like the argument; `whole` is in the error.
     """
 
     def rule(node: fx.Node, placements: Placements) -> Found:

@@ -22,8 +22,7 @@ Sizes = Callable[[fx.Node], Any]  # a value's shape, a tuple of shapes for sever
 class Product:
     """A batch of `batch` GEMMs of [rows, inner] by [inner, columns].
 
-    `repeated`: the backward of a fused attention computes the scores again. `dtype` is the half type of a product
-    under autocast, by its name in a cluster.
+    `repeated`: a fused attention's backward computes scores again. `dtype`: a cluster's name of autocast's half type.
     """
 
     batch: Number
@@ -44,7 +43,8 @@ class Work:
 
     `elementwise` are FLOPs besides the products, one per element; `read` and `written` bytes of memory; `reduced`
     the bytes that are all-reduced over the tensor group, `gathered` those that are all-gathered or reduce-scattered, of
-    all ranks together; `launches` the kernels that a device starts. `overlapped` is the part of the work that is
+    all ranks together, `dispatched` those that a rank sends to the ranks that share experts with it, in an all-to-all;
+    `launches` the kernels that a device starts. `overlapped` is the part of the work that is
     computed while these run; None if the device waits for them.
     """
 
@@ -54,6 +54,7 @@ class Work:
     written: Number = 0
     reduced: Number = 0
     gathered: Number = 0
+    dispatched: Number = 0
     launches: int = 0
     overlapped: Work | None = None
 

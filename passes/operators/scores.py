@@ -38,7 +38,7 @@ def _softmax_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     return own
 
 
-def _contract_one(axis_map: AxisMap, node: fx.Node, over: list[ax.Axis]) -> ax.Axis | None:
+def _contract(axis_map: AxisMap, node: fx.Node, over: list[ax.Axis]) -> ax.Axis | None:
     if len(over) != 1 or argument(node, 1, "dim") is None:
         return None
     axis_map.contract_classes(node, over[0], "reduces over it")
@@ -91,7 +91,7 @@ def _lookup_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
 # One rank's call
 
 
-def _softmax_local(localizer: Localizer, node: fx.Node, axis: ax.Axis, *, logarithm: bool = False) -> fx.Node:
+def _softmax(localizer: Localizer, node: fx.Node, axis: ax.Axis, *, logarithm: bool = False) -> fx.Node:
     """Subtract the logarithm of the sum of the exponentials of all classes; the result stays divided."""
 
     def write(target: Any, *args: Any) -> fx.Node:
@@ -242,18 +242,14 @@ _ROWS = _CLASSES | Trait.NUMBERS
 _OURS = Trait.ANY_PLACEMENT | Trait.SUMS_RANKS
 _SOFTMAX = OperatorRules(
     axes=_softmax_axes,
-    local=if_divided(_softmax_local),
+    local=if_divided(_softmax),
     placed=over_placed(lambda node, rank: [int(argument(node, 1, "dim"))]),
     order=resize_order(1),
     keeps="result",
     traits=_CLASSES | Trait.SOFTMAX,
 )
-_LOGARITHM = replace(
-    _SOFTMAX, local=if_divided(partial(_softmax_local, logarithm=True)), traits=_CLASSES | Trait.LOG_SOFTMAX
-)
-_REDUCED = OperatorRules(
-    axes=mapped_axes("reduces over it", _contract_one), placed=over_placed(reduced_dims), traits=_ROWS
-)
+_LOGARITHM = replace(_SOFTMAX, local=if_divided(partial(_softmax, logarithm=True)), traits=_CLASSES | Trait.LOG_SOFTMAX)
+_REDUCED = OperatorRules(axes=mapped_axes("reduces over it", _contract), placed=over_placed(reduced_dims), traits=_ROWS)
 _LOSS = OperatorRules(
     axes=_loss_axes, local=if_divided(_loss_local), order=_loss_order, copies=contiguous_copies, traits=_ROWS
 )

@@ -147,8 +147,7 @@ def place_cuts(sequence: CostSequence, limit: int, room: int | Ints = UNLIMITED)
     """Return a cut whose stages each cost at most `limit` and hold at most their `room`; None if there is none.
 
     Walks the stages and keeps every place where the next may start: a stage can end at e if some reached place a before
-    it has ``start[a] >= end[e] - limit``. Then walks back, and takes places that leave the stages before them even
-    shares of the work, and where little is sent.
+    it has ``start[a] >= end[e] - limit``. Then walks back by places that leave even shares before, and send little.
     """
     rooms = np.broadcast_to(room, sequence.num_stages)
     start, end, before = sequence.start, sequence.end, sequence.before

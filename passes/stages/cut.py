@@ -43,8 +43,7 @@ def find_cut(
 
     Of several cuts the shortest step in `schedule` decides, with `num_microbatches` (default 8 p). The costs are times
     on `cluster`, whose memory limits parameters, gradients, Adam's state, activations in flight, the backward of one
-    recomputed group, and the `reserved_bytes` of each pipeline rank; if no cut is found to fit, the log says so. By
-    default it is the paper's, "dgx-a100", with any memory.
+    recomputed group, and each rank's `reserved_bytes`; the log says if none fits. Default: "dgx-a100", of any memory.
 
     Raises ValueError if there are fewer cuttable units than stages.
     """

@@ -28,8 +28,7 @@ Codes = np.ndarray[Any, np.dtype[np.int64]]
 def label_layers(program: Program) -> Program:
     """Say of every call and parameter of a layer which one it is of, before tensor ranks divide them.
 
-    The layers of one stack follow each other directly. A first layer that does more than the others (it makes the table
-    that they all read) belongs to them.
+    Layers of a stack follow each other directly; a first that does more (makes a table that all read) belongs to them.
     """
     (stage,) = program.stages
     stage = replace(stage, graph=copy_graph(stage.graph))

@@ -65,7 +65,7 @@ class Row:
         def is_unfit(node: fx.Node) -> bool:
             value, about = node.meta["val"], info(node)
             real = isinstance(value, torch.Tensor) and not value.is_complex()
-            ragged = any(isinstance(placement["tensor"], Ragged) for placement in about.placements)
+            ragged = any(isinstance(on, Ragged) for placement in about.placements for on in placement.values())
             return not real or ragged or about.is_partial or about.has_partial_gradient
 
         live, unfit = self.sum_alive(lambda _: 1, is_unfit)

@@ -27,6 +27,7 @@ from autoptd.passes.operators.table import FOREIGN, rules_of
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR, bound_hidden
 from autoptd.passes.tensor_parallel.analysis import find_axes
 from autoptd.passes.tensor_parallel.choice import choose_axes, replicated_heads
+from autoptd.passes.tensor_parallel.experts import divide_experts
 from autoptd.passes.tensor_parallel.gradient_copies import place_copies
 from autoptd.passes.tensor_parallel.sequence import divide_tokens
 from autoptd.passes.tensor_parallel.symbols import name_dimensions
@@ -66,9 +67,10 @@ def shard_tensors(
         asked = None if tokens else cluster or Cluster.load("dgx-a100")
         note = divide_tokens(graph, program.mesh, table, localizer.named, batch, asked)
     parameters, copies = place_copies(graph, localizer.parameters, program.mesh.pipeline)
+    parameters, exchanged = divide_experts(graph, parameters, program.mesh)
     reductions = sum(n.target is collectives.reduce_from_tensor for n in graph.nodes)
     summed = f"{reductions} all-reduces forward, {copies} backward"
-    entry = f"shard_tensors tensor={tensor}: {len(divided)} axes divided, {summed}{note}"
+    entry = f"shard_tensors tensor={tensor}: {len(divided)} axes divided, {summed}{note}{exchanged}"
     if axis_map.repeated:
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"

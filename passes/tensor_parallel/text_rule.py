@@ -103,9 +103,7 @@ class TextRule:
                 self._check(name, tensor, placement.dim is not None and group[placement.dim] == name)
         name = min(names)
         if len(names) > 1:
-            raise proof.PlacementError(
-                f"has arguments divided along {' and '.join(sorted(names))} at once: expected one"
-            )
+            raise proof.PlacementError(f"has arguments divided along {' and '.join(sorted(names))}: expected one")
         one = proof.merge([(t, replace(p, dim=0)) for t, _, p in pairs if p.dim is not None], [1])
         if name not in self.kept:
             return proof.PARTIAL

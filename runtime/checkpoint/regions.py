@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import REPLICATE, AxisPlacement
@@ -100,8 +101,9 @@ class Piece(NamedTuple):
 
 def list_pieces(manifest: Manifest, rank: Rank, name: str, flat: FlatRange | None) -> list[Piece]:
     """Return the pieces of the tensor `name` that this rank holds: of its slice, or of a `flat` range of the slice."""
-    parameter, at = manifest.parameters[name], rank.coordinates
-    regions = list_regions(parameter.shape, parameter.placement["tensor"], manifest.mesh.tensor, at.tensor)
+    parameter = manifest.parameters[name]
+    on_axis, group = rank.holds(parameter.placement)
+    regions = list_regions(parameter.shape, on_axis, group.size, group.index)
     pieces = [Piece(name, *entry) for entry in regions]
     if flat is None:
         return pieces
@@ -122,9 +124,9 @@ def list_whole(name: str, shape: Sequence[int]) -> list[Piece]:
 def list_regions(
     shape: Sequence[int], placement: AxisPlacement, size: int, index: int
 ) -> list[tuple[Region, Region, bool]]:
-    """Return the regions of a tensor of `shape` that tensor rank `index` of `size` holds, without padding.
+    """Return the regions of a tensor of `shape` that rank `index` of the `size` on its axis holds, without padding.
 
-    Each comes with its region in the rank's slice, and whether all tensor ranks hold it.
+    Each comes with its region in the rank's slice, and whether all ranks of the axis hold it.
     """
     dim, origin = placement.dim, (0,) * len(shape)
     if dim is None:
@@ -146,7 +148,7 @@ def assign_pieces(manifest: Manifest, rank: Rank, flats: Mapping[str, FlatRange]
     several ranks hold is written by one of them; all compute the same even division, by elements.
     """
     at, mesh = rank.coordinates, manifest.mesh
-    totals: Counter[tuple[tuple[int, ...], bool, bool]] = Counter()
+    totals: Counter[tuple[tuple[int, ...], bool, str]] = Counter()
     pieces = []
     for name in manifest.parameters:
         flat = flats.get(name)
@@ -155,16 +157,16 @@ def assign_pieces(manifest: Manifest, rank: Rank, flats: Mapping[str, FlatRange]
             continue
         for held in list_pieces(manifest, rank, name, flat):
             for piece in _cut_rows(held):
-                key = homes, piece.shared, flat is None
+                key = homes, piece.shared, manifest.parameters[name].placement.replicas if flat is None else ""
                 pieces.append((key, totals[key], piece))
                 totals[key] += piece.region.elements
-    own = []
+    own: list[Piece] = []
     for key, before, piece in pieces:
-        homes, shared, in_all_replicas = key
+        homes, shared, replicas = key
         peers = mesh.tensor if shared else 1
-        home = at.data * in_all_replicas * len(homes) + homes.index(at.pipeline)
-        place = home * peers + at.tensor * shared
-        writers = (mesh.data if in_all_replicas else 1) * len(homes) * peers
+        group = rank.group(replicas) if replicas else Group()
+        place = (group.index * len(homes) + homes.index(at.pipeline)) * peers + at.tensor * shared
+        writers = group.size * len(homes) * peers
         if (2 * before + piece.region.elements) * writers // (2 * totals[key]) == place:
             own.append(piece)
     return own

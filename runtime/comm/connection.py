@@ -67,9 +67,15 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
     _compare(default, program, device)
     groups = group_cache(default)
     rank = Rank.distributed(mesh, groups(_open_mesh, mesh, device.type), device)
+    for axis in ("exchange", "expert_data") if mesh.expert > mesh.tensor else ():
+        rank.groups[axis] = Group()
+        for members in sorted({mesh.group(axis, number) for number in range(mesh.size)}):
+            group = groups(dist.new_group, members) if len(members) > 1 else None  # collective over all ranks
+            if group is not None and rank.number in members:
+                rank.groups[axis] = ProcessGroup(group, device)
     tied: dict[Owners, Group] = {}
     for owners, members in _tied_groups(manifest):
-        group = groups(dist.new_group, members)  # collective over all ranks
+        group = groups(dist.new_group, members)
         if rank.number in members:
             tied[owners] = ProcessGroup(group, device)
     connection = Connection(rank, tied=tied, world=ProcessGroup(groups.world or default, device), groups=groups)

@@ -70,6 +70,13 @@ class Group:
         """Return the `x` of the rank with index `source`. May overwrite the others' `x`."""
         return self._alone("broadcast", x)
 
+    def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Return the rows of every rank's `x` that are for this one, in rank order.
+
+        Rank i has ``rows[i][j]`` rows for rank j, which lie in its `x` in the order of these.
+        """
+        return self._alone("all_to_all", x)
+
     def _alone(self, kind: str, x: Tensor) -> Tensor:
         if self.size > 1 and not x.is_meta:
             raise RuntimeError(
@@ -119,6 +126,12 @@ class ProcessGroup(Group):
         dist.broadcast(x.view(-1).view(torch.uint8), group=self.group, group_src=source)
         return x
 
+    def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        sent, taken = list(rows[self.index]), [row[self.index] for row in rows]
+        into = x.new_empty(sum(taken), *x.shape[1:])
+        dist.all_to_all_single(into, x.contiguous(), taken, sent, group=self.group)
+        return into
+
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         flat = _flatten(tensors)
         return running(_split_like(flat, tensors), dist.all_reduce(flat, group=self.group, async_op=True))
@@ -139,8 +152,7 @@ class GroupCache(dict[object, Any]):
     """Groups of processes, each made once: torch closes none before the default group. Every rank makes them alike.
 
     `broken`: an exchange broke off, so that its messages may be left in the groups, where the next exchange would
-    take them for its own. `world` is a group of all ranks in place of the default group, which cannot be replaced
-    once such messages may be in it.
+    take them for its own. `world` has all ranks in place of the default group, which cannot be replaced then.
     """
 
     broken = False
@@ -182,6 +194,12 @@ class ThreadGroup(Group):
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return self._exchange(f"broadcast from {source}", x)[source].clone()
+
+    def all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        padded = x.new_zeros(max(map(sum, rows)), *x.shape[1:])
+        padded[: len(x)] = x
+        given = zip(self._exchange(f"all_to_all by {rows}", padded), rows, strict=True)
+        return torch.cat([value[: sum(row)].split(list(row))[self.index] for value, row in given])
 
     def _exchange(self, kind: str, x: Tensor) -> list[Tensor]:
         """Return copies, in common, of all ranks' `x`; RuntimeError where they met in other collectives, or shapes."""

@@ -104,8 +104,7 @@ def thread_channels(mesh: Mesh, world: ThreadWorld) -> dict[tuple[int, int], Thr
 def process_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], ProcessChannel]:
     """Make this process's channels by (source, destination); every process of `mesh` must call it.
 
-    All are connected here, on all ranks in the same order, before any schedule runs: NCCL connects two ranks at their
-    first message, and that send waits.
+    All are connected here, in one order on all ranks, before any schedule: NCCL connects at a first message, and waits.
     """
     own, nccl = dist.get_rank(), device.type == "cuda"
     groups = group_cache(dist.group.WORLD)

@@ -13,6 +13,7 @@ from autoptd.runtime.comm.groups import Group, ProcessGroup, Reduction, Result, 
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.mesh import Coordinates, Mesh
+from autoptd.runtime.program.placement import AxisPlacement, Placement
 from autoptd.runtime.randomness import Randomness
 
 CPU = torch.device("cpu")
@@ -22,8 +23,7 @@ CPU = torch.device("cpu")
 class Rank:
     """The ``rank`` argument of a program's collectives and kernels; `device` holds its tensors.
 
-    `groups` has the group along each mesh axis, the outermost first. `measured` records the times of collectives inside
-    a stage, if there is a step to measure.
+    `groups` has the group along each axis of `Mesh.sizes` but "expert"; `measured` times collectives inside a stage.
     """
 
     mesh: Mesh
@@ -37,17 +37,22 @@ class Rank:
     def local(cls, mesh: Mesh, coordinates: Coordinates | None = None, device: torch.device = CPU) -> Rank:
         """Make a rank without peers: for shapes on the meta device, or for a mesh of one."""
         at = coordinates or Coordinates(**dict.fromkeys(mesh.axes, 0))
-        groups: dict[str, Group] = {axis: Group(size, at[axis]) for axis, size in mesh.axes.items()}
+        number = mesh.rank_of(**at)
+        groups = {axis: Group(n, mesh.group(axis, number).index(number)) for axis, n in mesh.sizes.items()}
         return cls(mesh, at, groups, device=device)
 
     @classmethod
     def distributed(cls, mesh: Mesh, devices: DeviceMesh, device: torch.device = CPU) -> Rank:
-        """Make this process's rank; `devices` is torch's form of `mesh`, with the dims `Mesh.torch_dims`."""
+        """Make this process's rank; `devices` is torch's form of `mesh`, with the dims `Mesh.torch_dims`.
+
+        As if experts were divided over tensor ranks only: the caller has other groups for "exchange" and "expert_data".
+        """
         groups: dict[str, Group] = {
             axis: ProcessGroup(devices.get_group(dim), device) if size > 1 else Group()
             for (axis, size), dim in zip(mesh.axes.items(), mesh.torch_dims, strict=True)
         }
-        return cls(mesh, Coordinates(**{axis: group.index for axis, group in groups.items()}), groups, device=device)
+        at = Coordinates(**{axis: group.index for axis, group in groups.items()})
+        return cls(mesh, at, {**groups, "exchange": Group(), "expert_data": groups["data"]}, device=device)
 
     @property
     def number(self) -> int:
@@ -56,12 +61,19 @@ class Rank:
 
     def group(self, axis: str) -> Group:
         """Return the ranks along `axis` that this one communicates with."""
+        if axis == "expert":  # whose ranks meet in the other two
+            tensor, exchange = self.groups["tensor"], self.groups["exchange"]
+            return Group(self.mesh.expert, tensor.index * exchange.size + exchange.index)
         return self.groups[axis]
+
+    def holds(self, placement: Placement) -> tuple[AxisPlacement, Group]:
+        """Return how the `placement` of a parameter divides it, and the ranks over which, if any."""
+        return placement[placement.axis], self.group(placement.axis)
 
     def maximum(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum of `x` over all ranks of the mesh. May overwrite `x`."""
-        for group in reversed(self.groups.values()):
-            x = group.all_reduce(x, "max")
+        for axis in reversed(tuple(self.mesh.axes)):
+            x = self.group(axis).all_reduce(x, "max")
         return x
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
@@ -103,5 +115,6 @@ def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
         name, index = f"{axis} group {list(members)}", members.index(rank)
         return ThreadGroup(world, name, len(members), index) if len(members) > 1 else Group()
 
-    groups = ({axis: group(axis, rank) for axis in mesh.axes} for rank in range(mesh.size))
+    axes = mesh.sizes.keys() - {"expert"}
+    groups = ({axis: group(axis, rank) for axis in axes} for rank in range(mesh.size))
     return [Rank(mesh, mesh.coordinates(rank), own) for rank, own in enumerate(groups)]

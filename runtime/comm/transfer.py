@@ -3,8 +3,7 @@
 A boundary tensor that every tensor rank holds in full is sent as 1/t per tensor rank, over t links at once,
 and joined by an all-gather inside the receiving node. A divided tensor is sent as it is.
 
-A stage puts its outputs into a `SendBuffer` and takes its inputs from a `RecvBuffer`; for two stages of one rank a
-`LocalBoundary` is both.
+A stage puts outputs into a `SendBuffer` and takes inputs from a `RecvBuffer`; on one rank a `LocalBoundary` is both.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """When the stages of a rank are captured as graphs, when these are replayed, and when they are forgotten.
 
 A mode is captured in its second step, before the schedule begins: the first step has compiled kernels and filled the
-slots, and no message is on its way yet. All ranks capture in the same step, as collectives inside of graphs may need,
-and where one of them cannot, none replays.
+slots, and no message is on its way yet. All ranks capture in the same step, as collectives may need; or none replays.
 """
 
 import linecache

@@ -48,8 +48,7 @@ class StageRun:
 
     Inputs arrive and outputs depart; for the backward, gradients of the outputs arrive and gradients of the inputs
     depart. Only differentiable boundary values have gradients. The first stage has no buffers below, the last none
-    above. The slots are those of this rank's `actions`; forwards alone take the first. The last of the stage's
-    backwards completes the gradients.
+    above. The slots are those of this rank's `actions`; forwards alone take the first. The last backward completes.
     """
 
     def __init__(
@@ -78,8 +77,7 @@ class StageRun:
     ) -> None:
         """Begin a step with its weights, batch inputs and seeds (float64 [m]); clear what a broken one left.
 
-        The losses of the microbatches are differentiated with `seeds`; None: forwards only. The last backward's
-        gradients go on their way by `sums`.
+        Losses are differentiated with `seeds`; None: forwards only. The last backward's gradients leave by `sums`.
         """
         self.clear()
         if self._last is not None:
@@ -139,8 +137,7 @@ class Executor:
     `slices` are tensors of this shape alone beside those of the model: its constants, such as a mask of its length.
     `leaves` are what the stages compute with, as `renew_leaves` made them last.
 
-    `measured` is when the last step's actions ran. `outputs` are what it made for a call to return besides the loss: by
-    path, those of all microbatches stacked.
+    `measured` is when the last step's actions ran, and `outputs` its results besides the loss, by path, stacked.
     """
 
     def __init__(self, program: ShapeFunctions, connection: Connection, slices: Slices, graphs: bool) -> None:
@@ -190,8 +187,7 @@ class Executor:
     def renew_leaves(self, tensors: Slices, narrow: Slices, trained: frozenset[str] | None, sums: GradientSums) -> None:
         """Let leaves be in the memory of `tensors`, or of `narrow` ones instead; those of `trained` add to `sums`.
 
-        They are made anew for one reason: `tensors` or `trained` is another object. A stage has leaves of its own: a
-        tied parameter's uses add up separately.
+        Only another `tensors` or `trained` makes them anew. Each stage has its own: uses of tied ones add up apart.
         """
         if not self.leaves.by_stage or tensors is not self._made_for[0] or trained is not self._made_for[1]:
             self._made_for = tensors, trained
@@ -210,8 +206,7 @@ class Executor:
 
         ``begin_stage(k)`` is called before each forward of stage k. With `seeds`, one per microbatch, the losses are
         differentiated with these: gradients are added to the ``.grad`` of `leaves` in the order of the backwards, and
-        go on their way by `sums` when a stage has had its last one. Without, there are forwards only. Without `sums`
-        nothing is replayed from graphs.
+        go on their way by `sums` when a stage has had its last one, or there are forwards only; no `sums`, no graphs.
         """
         rank, position, weights = self._connection.rank, self._connection.position, self.leaves.by_stage
         rank.measured = self.measured

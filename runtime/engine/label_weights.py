@@ -27,8 +27,7 @@ def find_divisors(manifest: Manifest, rank: Rank, batch: Mapping[str, Tensor]) -
 
     Where the loss is the mean over labels that can be counted, the step's is the mean over all valid labels of all
     replicas: a microbatch without one is divided by infinity and counts nothing, and where the whole step has none
-    all are nan. Elsewhere microbatches count alike, and each is divided by m. With equal counts both are the same
-    bits. A collective of the data group.
+    all are nan. Elsewhere each is divided by m, the same bits for equal counts. A collective of the data group.
     """
     labels = manifest.weighing_labels
     if labels is None:

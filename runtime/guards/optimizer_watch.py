@@ -198,9 +198,9 @@ def watch_divided(parallel: nn.Module, marks: StateMarks) -> None:
 
 
 def _describe(parameter: Parameter, rank: Rank) -> str:
-    on_tensor, at = parameter.placement["tensor"], rank.group("tensor")
-    local = f"{parameter.name}{list(parameter.local_shape(rank.mesh.axes))}"
-    if on_tensor.dim is None or at.size == 1:
+    on_axis, at = rank.holds(parameter.placement)
+    local = f"{parameter.name}{list(parameter.local_shape(rank.mesh.sizes))}"
+    if on_axis.dim is None or at.size == 1:
         return local
-    rows = ", ".join(f"{first}:{end}" for first, end in on_tensor.runs(at.size, at.index))
-    return f"{local} ({rows} of dimension {on_tensor.dim})"
+    rows = ", ".join(f"{first}:{end}" for first, end in on_axis.runs(at.size, at.index))
+    return f"{local} ({rows} of dimension {on_axis.dim})"

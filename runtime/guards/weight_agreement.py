@@ -125,19 +125,20 @@ class Copies:
         self._rank, self._parameters, self._steps, self._turn = rank, tensors, steps, -1
         mesh = manifest.mesh
         owners = {n: manifest.owners(n) for n, p in manifest.parameters.items() if p.kind == "parameter"}
-        columns: dict[tuple[int, ...], list[str]] = {}
+        columns: dict[tuple[tuple[int, ...], str], list[str]] = {}
         for name, ranks in owners.items():
+            axis = manifest.parameters[name].placement.axis
             for at in ranks if mesh.data > 1 else ():
-                columns.setdefault((at,), []).append(name)
+                columns.setdefault(((at,), axis), []).append(name)
             if len(ranks) > 1:
-                columns.setdefault(ranks, []).append(name)
+                columns.setdefault((ranks, axis), []).append(name)
         held = sorted(columns.items())
-        self._columns = [(*column, tensor) for column in held for tensor in range(mesh.tensor)]
+        self._columns = [(*column, place) for column in held for place in range(mesh.sizes[column[0][1]])]
 
     def fingerprint(self) -> Tensor:
         """Return a hash for each place, an int64 on the rank's device; ABSENT for places that this rank is not in.
 
-        A place is a column of pipeline ranks that hold the same, at a tensor coordinate, with the parameter in turn;
+        A place is a column of pipeline ranks that hold the same, at a place on its axis, with the parameter in turn;
         then, for the steps, each pipeline rank; and one for the factors.
         """
         self._turn += 1
@@ -145,9 +146,9 @@ class Copies:
         absent = torch.full((), ABSENT, device=rank.device)
         hashes = [
             hash_words(read_words(_sample(self._parameters[self._pick(names)], self._turn)))
-            if at.pipeline in stages and at.tensor == tensor
+            if at.pipeline in stages and rank.group(axis).index == place
             else absent
-            for stages, names, tensor in self._columns
+            for (stages, axis), names, place in self._columns
         ]
         made = self._steps.tensor(rank)
         hashes += [made if pipeline == at.pipeline else absent for pipeline in range(rank.mesh.pipeline)]
@@ -158,9 +159,9 @@ class Copies:
         """Describe which ranks differ from the rest at `place` of the last fingerprint. Every rank must call it."""
         at = list(enumerate(map(self._rank.mesh.coordinates, range(self._rank.mesh.size))))
         if place < len(self._columns):
-            stages, names, tensor = self._columns[place]
-            found = f"{self._pick(names)} has other values on"
-            alike = [rank for rank, c in at if c.pipeline in stages and c.tensor == tensor]
+            (stages, axis), names, index = self._columns[place]
+            found, mesh = f"{self._pick(names)} has other values on", self._rank.mesh
+            alike = [rank for rank, c in at if c.pipeline in stages and mesh.group(axis, rank).index(rank) == index]
         elif (pipeline := place - len(self._columns)) < self._rank.mesh.pipeline:
             found = "the optimizers' steps (how many, or with which lr, weight_decay, ...) were different on"
             alike = [rank for rank, c in at if c.pipeline == pipeline]

@@ -29,14 +29,12 @@ def linear_gelu(
     return activate_linear(partial(linear, transposed=transposed), x, weight, bias, approximate)
 
 
-def activate_linear(
-    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu
-) -> Tensor:
-    """Compute `linear_gelu` with the product of ``linear(x, weight, bias)``, with the bias or without."""
+def activate_linear(apply: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu) -> Tensor:
+    """Compute `linear_gelu` with the product of ``apply(x, weight, bias)``, with the bias or without."""
     check_operands("linear_gelu", x=x, weight=weight, bias=bias)
     if runs_plainly(x):
-        return functional.gelu(linear(x, weight, bias), approximate=approximate)
-    return bias_gelu(linear(x, weight), bias, approximate)
+        return functional.gelu(apply(x, weight, bias), approximate=approximate)
+    return bias_gelu(apply(x, weight), bias, approximate)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: Gelu = "none", coefficient: float = SQRT_2_OVER_PI) -> Tensor:
@@ -71,11 +69,9 @@ def _bias_gelu(x: Tensor, bias: Tensor, kind: str, coefficient: float) -> Tensor
 
 
 @define_operator("bias_gelu_backward", _allocate_gradients, triton="elementwise")
-def _bias_gelu_backward(
-    gradient: Tensor, x: Tensor, bias: Tensor, kind: str, coefficient: float
-) -> tuple[Tensor, Tensor]:
+def _bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor, kind: str, factor: float) -> tuple[Tensor, Tensor]:
     total = x + bias
-    of_total = _differentiate(gradient, total, kind, total, coefficient)
+    of_total = _differentiate(gradient, total, kind, total, factor)
     return of_total.to(x.dtype), sum_rows(of_total, bias.dtype)
 
 

@@ -22,8 +22,7 @@ from autoptd.runtime.kernels.registration import define_operator
 def route(rank: Rank, experts: Tensor, number: int, own: int) -> tuple[Tensor, Tensor]:
     """Sort the pairs of the `own` experts of this tensor rank by expert: their order [rows], and counts [own].
 
-    `experts` [tokens, k] are different ones of `number` for each token; one that is not among them has no row. Behind
-    the own pairs the order has tokens * k, which is none.
+    `experts` [tokens, k] are different ones of `number` for each token; others have no row. Behind is tokens * k: none.
     """
     size = rank.group("tensor").size
     if experts.dim() != 2 or own not in (number, -(-number // size)) or number % own:
@@ -45,8 +44,7 @@ def grouped_linear(
 ) -> Tensor:
     """Compute ``linear`` of each expert's rows, ``counts[e]`` in turn, with its ``weight[e]`` and bias; zeros behind.
 
-    `weight` is [experts, out, in], or [experts, in, out] where `transposed`. An expert without rows has a gradient of
-    zeros.
+    `weight` is [experts, out, in], or [experts, in, out] where `transposed`. Experts without rows get zero gradients.
     """
     inner = weight.shape[1 if transposed else 2]
     if rows.dim() != 2 or weight.dim() != 3 or rows.shape[1] != inner or counts.shape != weight.shape[:1]:

@@ -35,8 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, norm_bias: Operand = None, eps: float = 1e-5) -> Tensor:
-    """Subtract from the rows of `x` [.., h] their mean, divide by their deviation, multiply by `weight` [h], and add
-    `norm_bias` [h]; in half precision all in float32."""
+    """Normalise rows of `x` [.., h], multiply by `weight` [h], add `norm_bias` [h]; in float32 for half precision."""
     return _sum_and_norm("layer_norm", x, weight, norm_bias, eps, _NOTHING)[1]
 
 

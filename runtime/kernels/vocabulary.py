@@ -1,8 +1,7 @@
 """The vocabulary-parallel embedding and cross-entropy: logits stay divided, three numbers per row travel (SC21 §2.3).
 
 All-reduces cannot stand inside an operator, so the operators are what one rank does alone: statistics of its
-columns of every row, and the rows' losses. Of what is as wide as the vocabulary only the logits are kept for the
-gradient, which computes their softmax once more.
+columns of every row, and the rows' losses. Only the logits are kept as wide; the gradient computes softmax again.
 """
 
 from collections.abc import Iterator
@@ -219,8 +218,7 @@ def _losses(logits: Tensor, column: Tensor, rows: Tensor, own: int) -> Tensor:
     """Return the loss of every row, log(total) - aim.
 
     `column` is the own column that is the row's target, or -1. `rows` [4, N] are the maximum over all ranks and,
-    relative to it, the own columns' sum of exponentials, that of all ranks and the target's logit. Differentiable in
-    `logits` only: the others are what all ranks' logits gave.
+    relative to it, the own columns' sum of exponentials, all ranks' and the target's logit: no gradients go to these.
     """
     return rows[2].log() - rows[3]
 

@@ -82,15 +82,18 @@ class BoundWeights:
             )
         self.watch.check(module)
         parameters, rows = self.watch.parameters, list(self.shapes[0].complete.values())
-        dtypes = {name: self.manifest.parameters[name].dtype for name in parameters}
+        known, group = self.manifest.parameters, self.connection.rank.group
+        dtypes = {name: known[name].dtype for name in parameters}
+        replicas = {name: group(known[name].placement.replicas) for name in parameters}
         trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         for name in (name for row in rows for name in row if parameters.get(name) in trained):
             refuse_hooks(name, parameters[name])
         self.marks.check(optimizer)  # states loaded for these parameters, which get other places
-        buckets = fill_groups(optimizer, parameters, dtypes, rows)
+        kinds = {name: (dtypes[name], replicas[name]) for name in parameters}
+        buckets = fill_groups(optimizer, parameters, kinds, rows)
         with self.connection.position.during("comparison of shards"):
             compare_shards(self.manifest, self.connection, rows, list(chain.from_iterable(buckets)))
-        shards = lay_out_shards(optimizer, parameters, dtypes, buckets, self.connection.rank.group("data"))
+        shards = lay_out_shards(optimizer, parameters, dtypes, buckets, replicas)
         self._share_steps(module, shards)
         self.marks.mark(optimizer)
         optimizer.register_step_pre_hook(self._prepare_step)

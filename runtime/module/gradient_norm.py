@@ -41,9 +41,7 @@ def clip_gradients(runner: StepRunner, max_norm: float, norm_type: float, error_
     return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 
 
-def _measure(
-    runner: StepRunner, norm_type: float, error_if_nonfinite: bool, of: Container[str | int] | None = None
-) -> Tensor:
+def _measure(runner: StepRunner, norm_type: float, strict: bool, of: Container[str | int] | None = None) -> Tensor:
     """Return the norm of the whole gradient, or of that of the leaves `of`, in float64: a collective of all ranks.
 
     Raises ValueError for a `norm_type` that is no norm of joined parts: 0, which counts, minima, and not a number.
@@ -60,7 +58,7 @@ def _measure(
     with position.collective_call("clip_grad_norm_"), position.during("norm of the gradient"):
         norm = global_norm(weights.manifest, connection.rank, gradients, weights.shards, norm_type)
     runner.norm = norm
-    if error_if_nonfinite and not torch.isfinite(norm):
+    if strict and not torch.isfinite(norm):
         raise RuntimeError(
             f"the {norm_type}-norm of the gradient is {norm.item()}: skip this step, "
             "or pass error_if_nonfinite=False to scale by it all the same"

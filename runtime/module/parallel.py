@@ -80,7 +80,7 @@ class Parallel(BoundModule):
                 part.arrive = WeakMethod(self._weights.await_gathers)
         if manifest.mesh.size > 1:
             watch_steps(self, self._weights.marks, self._runner.steps)
-        self._warns_of_slices = manifest.mesh.tensor * manifest.mesh.pipeline > 1
+        self._warns_of_slices = manifest.mesh.expert * manifest.mesh.pipeline > 1
         if self._warns_of_slices:
             watch_divided(self, self._weights.marks)
             clip_over_ranks(self, self._runner)
@@ -90,8 +90,7 @@ class Parallel(BoundModule):
 
         It has the loss, and as `LazyOutput` what ``compile(outputs=...)`` asked for; all other fields are None.
 
-        With ``num_items_in_batch`` (see `weigh_items`) the loss is the sum over the labels divided by that number,
-        for steps of several calls, whose counts of labels differ.
+        With ``num_items_in_batch`` (see `weigh_items`), of steps of several calls, the labels' sum is divided by that.
         """
         return self._runner.call(self, args, kwargs)
 
@@ -112,8 +111,7 @@ class Parallel(BoundModule):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradient of the whole model, over all ranks, to `max_norm`; return its norm before.
 
-        Every rank must call it, and gets the same norm; the rest is as in ``torch.nn.utils``. ValueError for a
-        `norm_type` that is not positive.
+        Every rank must call it, and gets the same norm, else as in torch.nn.utils. `norm_type` must be positive.
         """
         return clip_gradients(self._runner, max_norm, float(norm_type), error_if_nonfinite)
 
@@ -222,8 +220,7 @@ class Parallel(BoundModule):
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this rank's slices of a whole `state`, given to every rank.
 
-        Raises ValueError for other names, values that differ where the program has one tensor, or other values of a
-        buffer that were compiled into the program.
+        Raises ValueError for other names, values that untie a tensor, or others of a buffer that was compiled in.
         """
         load_whole(self._manifest, self._connection.rank, self._slices(), state)
         self._take_over()

@@ -19,12 +19,16 @@ def global_norm(
     `gradients` are whole, by name; those of `shards` are in the ``.grad`` of what this replica owns of them. Divided
     rows count on each tensor rank, undivided ones on the first; a tied parameter on its first owner.
     """
-    whole = [rows for named in gradients.items() for rows in _own_rows(manifest, rank, *named)]
+    held: dict[str, list[Tensor]] = {"tensor": [], "expert": []}
+    for name, gradient in gradients.items():
+        held[manifest.parameters[name].placement.axis] += _own_rows(manifest, rank, name, gradient)
     parts = [part for shard in shards for part in _own_parts(manifest, rank, shard)]
-    norm, part = (_norm(tensors, p, rank.device) for tensors in (whole, parts))
+    norm, experts, part = (_norm(tensors, p, rank.device) for tensors in (*held.values(), parts))
     if p == inf:
-        return rank.maximum(torch.maximum(norm, part))
+        return rank.maximum(torch.stack([norm, experts, part]).max())
     powers = norm**p
+    if rank.group("exchange").size > 1:
+        powers = powers + rank.group("exchange").all_reduce(experts**p)
     if shards:
         powers = powers + rank.group("data").all_reduce(part**p)
     powers = rank.group("pipeline").all_reduce(rank.group("tensor").all_reduce(powers))
@@ -48,7 +52,7 @@ def _own_parts(manifest: Manifest, rank: Rank, shard: FlatShard) -> Iterator[Ten
     if gradient is None:
         return
     for name, (inside, part) in shard.ranges().items():
-        shape = manifest.parameters[name].local_shape(manifest.mesh.axes)
+        shape = manifest.parameters[name].local_shape(manifest.mesh.sizes)
         counted = torch.zeros(shape, dtype=torch.bool, device=gradient.device)
         for rows in _own_rows(manifest, rank, name, counted):
             rows.fill_(True)
@@ -60,8 +64,8 @@ def _own_parts(manifest: Manifest, rank: Rank, shard: FlatShard) -> Iterator[Ten
 def _own_rows(manifest: Manifest, rank: Rank, name: str, gradient: Tensor) -> list[Tensor]:
     if manifest.homes(name)[0] != rank.coordinates.pipeline:
         return []
-    on_tensor, tensor = manifest.parameters[name].placement["tensor"], rank.group("tensor")
-    rows = on_tensor.split(gradient, tensor.size, divided=True)
-    if tensor.index == 0:
-        rows += on_tensor.split(gradient, tensor.size, divided=False)
+    on_axis, group = rank.holds(manifest.parameters[name].placement)
+    rows = on_axis.split(gradient, group.size, divided=True)
+    if group.index == 0:
+        rows += on_axis.split(gradient, group.size, divided=False)
     return rows

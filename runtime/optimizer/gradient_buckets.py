@@ -41,13 +41,13 @@ def share_loss(rank: Rank, losses: Sequence[Tensor], divisors: Tensor) -> Tensor
     return rank.group("pipeline").broadcast(pair, rank.group("pipeline").size - 1)
 
 
-def fill_buckets(tensors: Mapping[K, Tensor], dtypes: Mapping[K, torch.dtype] | None = None) -> Iterator[list[K]]:
-    """Yield keys of `tensors` in runs of up to BUCKET_BYTES and of one dtype: their own, or another of `dtypes`."""
-    dtypes = dtypes or {key: tensor.dtype for key, tensor in tensors.items()}
-    for dtype in dict.fromkeys(map(dtypes.__getitem__, tensors)):
+def fill_buckets(tensors: Mapping[K, Tensor], kinds: Mapping[K, object] | None = None) -> Iterator[list[K]]:
+    """Yield keys of `tensors` in runs of up to BUCKET_BYTES and of one kind: of one of `kinds`, or of one dtype."""
+    kinds = kinds or {key: tensor.dtype for key, tensor in tensors.items()}
+    for kind in dict.fromkeys(map(kinds.__getitem__, tensors)):
         bucket: list[K] = []
         filled = 0
-        for key in (key for key in tensors if dtypes[key] is dtype):
+        for key in (key for key in tensors if kinds[key] == kind):
             if bucket and filled + tensors[key].nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, filled = [], 0

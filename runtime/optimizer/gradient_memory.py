@@ -10,6 +10,7 @@ from itertools import count as counter
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.kernels.linear import SUM
 from autoptd.runtime.kernels.operands import HALF, widen
 from autoptd.runtime.optimizer.gradient_buckets import fill_buckets
@@ -42,12 +43,15 @@ class StageLeaves:
 class Bucket:
     """Sums of gradients that travel together, in a row of memory, `flat`; `views` are those of each parameter.
 
+    The ranks of `replicas` hold the same parameters, and add up theirs.
+
     Of parameters that an optimizer steps in a shard, `shard` is its position, and the row is laid out as that is.
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor], shard: int | None, parts: int) -> None:
-        """Make memory for sums of the gradients of `leaves`, padded so that `parts` divides it."""
-        self.shard = shard
+    def __init__(self, leaves: Mapping[str, Tensor], shard: int | None, replicas: Group) -> None:
+        """Make memory for sums of the gradients of `leaves`, padded so that the replicas can divide a shard's."""
+        self.shard, self.replicas = shard, replicas
+        parts = 1 if shard is None else replicas.size
         first, step = next(iter(leaves.values())), ALIGNED if shard is None else 1
         self._shapes = {name: leaf.shape for name, leaf in leaves.items()}
         self._sizes = [-(-leaf.numel() // step) * step for leaf in leaves.values()]
@@ -135,12 +139,16 @@ class GradientMemory:
 
 
 def lay_out(
-    leaves: StageLeaves, rows: Complete, shards: Sequence[Sequence[str]], late: Container[str], parts: int
+    leaves: StageLeaves,
+    rows: Complete,
+    shards: Sequence[Sequence[str]],
+    late: Container[str],
+    replicas: Mapping[str, Group],
 ) -> GradientMemory:
     """Lay out memory for the gradients of `leaves`, whose parameters are in `rows`.
 
-    A backward completes them from the last to the first; those in `late` come after it. The bucket of each of the
-    `shards` can be divided into `parts`.
+    A backward completes them from the last to the first; those in `late` come after it. A bucket's parameters have the
+    same `replicas`, which can divide the bucket of each of the `shards`.
     """
     places = {name: index for index, names in enumerate(shards) for name in names}
 
@@ -148,12 +156,11 @@ def lay_out(
         found = {name: own[0] for name in reversed(row) if (own := leaves.of(name))}
         groups = [shards[i] for i in dict.fromkeys(places[name] for name in found if name in places)]
         whole = [name for name in found if name not in places]
-        for alike in ([n for n in whole if n not in late], [n for n in whole if n in late]):
-            wide = {n: torch.empty_like(found[n], dtype=widen(found[n].dtype), device="meta") for n in alike}
-            groups += fill_buckets(wide)
+        wide = {n: torch.empty_like(found[n], dtype=widen(found[n].dtype), device="meta") for n in whole}
+        groups += fill_buckets(wide, {n: (n in late, replicas[n], x.dtype) for n, x in wide.items()})
         for group in sorted(groups, key=lambda group: any(name in late for name in group)):
             shard = places.get(group[0])
-            yield Bucket({name: found[name] for name in group}, shard, 1 if shard is None else parts)
+            yield Bucket({name: found[name] for name in group}, shard, replicas[group[0]])
 
     return GradientMemory({key: list(divide(row)) for key, row in rows.items()}, leaves)
 

@@ -60,9 +60,10 @@ class GradientSums:
 
     Summed, in this order: over the microbatches, in float32 where the leaf is in half precision; over this rank's
     stages, ascending; over the tensor ranks where each has only a part of the sum; over the replicas, divided by their
-    number; over the pipeline ranks that own a tied parameter, last, so that all have the same bits. The sum
-    over the replicas runs while the stage's last backward and later ones do. A sum that belongs to one of `shards` is
-    kept only as far as this replica steps it. All shapes' leaves add to the same memory; the next step has `leaves`.
+    number; over the pipeline ranks that own a tied parameter, last, so that all have the same bits. The sum over the
+    replicas runs while the stage's last backward and later ones do; of experts, to whom all replicas have sent rows, it
+    is over those that hold them. A sum that belongs to one of `shards` is kept only as far as this replica steps it.
+    All shapes' leaves add to the same memory; the next step has `leaves`.
     """
 
     def __init__(self, manifest: Manifest, connection: Connection, rows: Complete, shards: Sequence[FlatShard]) -> None:
@@ -74,6 +75,7 @@ class GradientSums:
         held = {name: p.placement["tensor"] for name, p in manifest.parameters.items()}
         alone = self._tensor.size == 1
         self._partial = {name: on for name, on in held.items() if on.partial_gradient and not alone}
+        self._replicas = {n: connection.rank.group(p.placement.replicas) for n, p in manifest.parameters.items()}
         self.release()
 
     def release(self) -> None:
@@ -93,7 +95,7 @@ class GradientSums:
         """Attach new `leaves` of the stages, of which those of `trained` parameters have sums, to these."""
         if trained != self._trained:
             self._trained = trained
-            self._memory = lay_out(leaves, self._complete, self._shards, self._partial, self._data.size)
+            self._memory = lay_out(leaves, self._complete, self._shards, self._partial, self._replicas)
         self._memory.attach(leaves)
 
     @property
@@ -135,7 +137,7 @@ class GradientSums:
                 sums[0].div_(self._data.size)
             if others is not None:
                 sum_over(others, sums)
-            whole = bucket.shard is None or self._data.size == 1  # and not a replica's part of it
+            whole = bucket.shard is None or bucket.replicas.size == 1  # and not a replica's part of it
             if whole and sums[0].data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(sums[0])
             self._finished.append(Row(bucket.lend() if whole else sums[0], bucket, names))
@@ -179,7 +181,7 @@ class GradientSums:
         rows = (self._partial[n].split(bucket.views[n], self._tensor.size, divided=False) for n in partial)
         sum_over(self._tensor, list(chain.from_iterable(rows)))
         if bucket.shard is None:
-            posted = self._data.post_all_reduce([bucket.flat])
+            posted = bucket.replicas.post_all_reduce([bucket.flat])
         else:
-            posted = self._data.post_reduce_scatter(bucket.flat)
+            posted = bucket.replicas.post_reduce_scatter(bucket.flat)
         self._posted.append((posted, bucket, names, owners))

@@ -92,6 +92,9 @@ class WholeParameters:
     def open(self, names: Iterable[str]) -> None:
         """Make `names` whole, with gradients, where this rank steps them; elsewhere they have the whole shape alone."""
         for name in names:
+            if "expert" in self._known[name].placement:
+                way = "let another optimizer step it, or compile without expert="
+                raise ValueError(f"{name} has experts on other data ranks, and is whole on none: {way}")
             p, on_tensor = self._parameters[name], self._known[name].placement["tensor"]
             divided = on_tensor.dim is not None and self._tensor.size > 1
             self._kept[name] = slices = p.data, p.grad

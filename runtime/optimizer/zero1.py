@@ -182,13 +182,13 @@ def is_shaped(value: Any) -> bool:
 
 
 def fill_groups(
-    optimizer: optim.Optimizer, parameters: Parameters, dtypes: Dtypes, rows: Sequence[Sequence[str]]
+    optimizer: optim.Optimizer, parameters: Parameters, kinds: Mapping[str, object], rows: Sequence[Sequence[str]]
 ) -> Buckets:
     """Return the trained `parameters` of each group of `optimizer` in buckets, one for each shard.
 
-    A bucket's parameters are of one of the `rows`, whose gradients are whole together, and of one of `dtypes`, in which
-    the stages compute. ValueError where the step of `optimizer` may not be divided anywhere, and for parameters that
-    are not among the model's `parameters`.
+    A bucket's parameters are of one of the `rows`, whose gradients are whole together, and of one of `kinds`: those
+    that the same ranks step, in one dtype. ValueError where the step of `optimizer` may not be divided anywhere, and
+    for parameters that are not among the model's `parameters`.
     """
     kind = type(optimizer)
     if kind not in ELEMENTWISE:
@@ -210,20 +210,22 @@ def fill_groups(
                 )
         own = {names[p] for p in settings["params"] if p.requires_grad}
         trained = ({name: parameters[name] for name in row if name in own} for row in rows)
-        groups.append([bucket for row in trained for bucket in fill_buckets(row, dtypes)])
+        groups.append([bucket for row in trained for bucket in fill_buckets(row, kinds)])
     return groups
 
 
 def lay_out_shards(
-    optimizer: optim.Optimizer, parameters: Parameters, dtypes: Dtypes, buckets: Buckets, group: Group
+    optimizer: optim.Optimizer, parameters: Parameters, dtypes: Dtypes, buckets: Buckets, replicas: Mapping[str, Group]
 ) -> list[FlatShard]:
     """Make shards of the `buckets` of each group of `optimizer`, which steps these from now on, with their states.
+
+    Those who hold a parameter together, its `replicas`, divide the shard among themselves.
 
     ValueError, with nothing changed, for states that cannot be joined.
     """
 
     def make(bucket: Sequence[str]) -> tuple[FlatShard, dict[str, Any]]:
-        shard = FlatShard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], group)
+        shard = FlatShard({name: parameters[name] for name in bucket}, dtypes[bucket[0]], replicas[bucket[0]])
         states = {name: state for name in bucket if (state := optimizer.state.get(parameters[name]))}
         return shard, join_states(shard, states)
 

@@ -18,8 +18,7 @@ class Input:
     Of labels, `ignore_index` is the number that their mean loss leaves out, and `skipped` how many at the begin of
     their last dimension it does not read; None: no labels, or of a loss of which that is not known. With `weighs` the
     model's loss is that mean and nothing beside it, so that microbatches count by how many valid ones they have.
-    Values that are row numbers, of a table or of a loss's classes, must be below `rows`, the fewest of these, or be
-    `exempt`, which its losses leave out.
+    Row numbers, of a table or of a loss's classes, must be below `rows`, the fewest of these, or be `exempt` there.
     """
 
     name: str
@@ -57,8 +56,7 @@ class Result:
     """A tensor that a call returns besides the loss: one of ``compile(outputs=...)``.
 
     `path` is its place in what the model returns: ("logits",), or ("hidden_states", "2") of several. `shape` is that of
-    one microbatch, on all tensor ranks together, and `batch_dim` its dimension of samples; without one a call returns
-    the tensors of all microbatches, stacked.
+    one microbatch, on all tensor ranks together, and `batch_dim` its samples; without one all microbatches are stacked.
     """
 
     path: tuple[str, ...]

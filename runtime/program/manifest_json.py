@@ -58,6 +58,7 @@ def encode(value: Any) -> Any:
         return str(value).removeprefix("torch.")
     if isinstance(value, Mesh):
         axes = dict(tuple(value.axes.items())[::-1])  # the innermost first, as in mesh=(t, p, d)
+        axes |= {"expert": value.expert} if value.expert > value.tensor else {}
         return axes if value.ranks is None else {**axes, "ranks": list(value.ranks)}
     if dataclasses.is_dataclass(value):
         kind = {"kind": type(value).__name__.lower()} if isinstance(value, AxisPlacement) else {}

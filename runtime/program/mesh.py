@@ -35,23 +35,41 @@ class Mesh:
 
     `axes` has the size of each axis, the outermost first. The ranks are counted in this order, the tensor axis
     innermost, so that its group shares a node (SC21 §3.1), unless `ranks` gives the global rank at each place.
+
+    Experts of a mixture are divided over `expert` ranks, a multiple of the tensor ranks: over these, and each tensor
+    rank's over consecutive data ranks. This folds three further axes into the grid (see `sizes`): "expert" has these
+    ranks, "exchange" those of them on one tensor rank, and "expert_data" the data ranks with the same experts.
     """
 
     axes: Mapping[str, int]
     ranks: tuple[int, ...] | None
+    expert: int
     tensor: int = field(repr=False, compare=False)
     pipeline: int = field(repr=False, compare=False)
     data: int = field(repr=False, compare=False)
 
     def __init__(
-        self, tensor: int, pipeline: int, data: int, ranks: tuple[int, ...] | None = None, **further: int
+        self,
+        tensor: int,
+        pipeline: int,
+        data: int,
+        ranks: tuple[int, ...] | None = None,
+        expert: int | None = None,
+        **further: int,
     ) -> None:
         axes = OverAxes(**further, data=data, pipeline=pipeline, tensor=tensor)
-        vars(self).update(axes=axes, ranks=ranks, tensor=tensor, pipeline=pipeline, data=data)
+        own = {"tensor": tensor, "pipeline": pipeline, "data": data, "expert": tensor if expert is None else expert}
+        vars(self).update(axes=axes, ranks=ranks, **own)
 
     @property
     def size(self) -> int:
         return prod(self.axes.values())
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each axis, with those that the experts fold into the grid."""
+        exchange = self.expert // self.tensor
+        return {**self.axes, "expert": self.expert, "exchange": exchange, "expert_data": self.data // exchange}
 
     @property
     def torch_dims(self) -> tuple[str, ...]:
@@ -77,15 +95,21 @@ class Mesh:
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the global ranks that differ from `rank` along `axis` at most, in the order of that axis."""
-        at = self.coordinates(rank)
-        return tuple(self.rank_of(**{**at, axis: place}) for place in range(self.axes[axis]))
+        at, exchange = self.coordinates(rank), self.sizes["exchange"]
+        if axis in self.axes:
+            return tuple(self.rank_of(**{**at, axis: place}) for place in range(self.axes[axis]))
+        tensor = range(self.tensor) if axis == "expert" else (at.tensor,)
+        first, place = at.data - at.data % exchange, at.data % exchange
+        data = range(place, self.data, exchange) if axis == "expert_data" else range(first, first + exchange)
+        return tuple(self.rank_of(**{**at, "tensor": i, "data": j}) for i, j in product(tensor, data))
 
     def groups(self, axis: str, **at: int) -> list[tuple[int, ...]]:
         """Return all groups of ranks along `axis`, or those of the ranks that stand `at` these coordinates."""
         fixed = {**at, axis: 0}
         places = product(*((fixed[a],) if a in fixed else range(size) for a, size in self.axes.items()))
-        firsts = (self.rank_of(**dict(zip(self.axes, place, strict=True))) for place in places)
-        return [self.group(axis, rank) for rank in firsts]
+        members = (self.rank_of(**dict(zip(self.axes, place, strict=True))) for place in places)
+        return list(dict.fromkeys(self.group(axis, rank) for rank in members))
 
     def __str__(self) -> str:
-        return " ".join(["mesh", *(f"{axis}={size}" for axis, size in tuple(self.axes.items())[::-1])])
+        sizes = [*tuple(self.axes.items())[::-1], *[("expert", self.expert)] * (self.expert > self.tensor)]
+        return " ".join(["mesh", *(f"{axis}={size}" for axis, size in sizes)])

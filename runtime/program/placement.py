@@ -160,8 +160,7 @@ REPLICATE = Replicate()
 class Placement(OverAxes[AxisPlacement]):
     """The placement of a tensor on each mesh axis: ``placement["tensor"]``; an axis that is not named replicates it.
 
-    `is_divided`: ranks hold different rows. `is_partial`: they hold terms of a sum. `has_partial_gradient`: they hold
-    terms of the gradient, of rows that they hold alike.
+    `is_divided`: ranks hold other rows. `is_partial`: terms of a sum. `has_partial_gradient`: of the gradient alone.
     """
 
     def __init__(self, **axes: AxisPlacement) -> None:
@@ -172,6 +171,16 @@ class Placement(OverAxes[AxisPlacement]):
 
     def __missing__(self, axis: str) -> AxisPlacement:
         return REPLICATE
+
+    @property
+    def axis(self) -> str:
+        """The axis that may divide a parameter: that of its experts, or the tensor axis."""
+        return "expert" if "expert" in self else "tensor"
+
+    @property
+    def replicas(self) -> str:
+        """The axis whose ranks hold the same slice of a parameter, and train it together."""
+        return "expert_data" if "expert" in self else "data"
 
     def with_partial_gradient(self, axis: str) -> Placement:
         """Return the same placement where each rank of the `axis` has a term of the gradient."""

@@ -32,8 +32,7 @@ def check_schedule(schedule: Schedule, p: int, v: int, m: int) -> None:
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Yield (rank, action) of the whole schedule in an order in which every wait is already over.
 
-    Sends never wait; a compute action waits until the value that its rank posted a receive for is sent. ScheduleError
-    names the cycle where the ranks wait for one another.
+    Sends never wait; computing waits until the value of its posted receive is sent. ScheduleError names a cycle.
     """
     position = [0] * len(schedule)
     posted: set[Key] = set()

@@ -9,8 +9,7 @@ One Philox counter per element (runtime/randomness.py), its row-major index in t
   word is the number of the call, which counts from 0.
 
 The bits become numbers by float64 operations that IEEE 754 rounds exactly (+ - * / sqrt), and by no library function,
-whose last bit depends on the device and on the position of an element in a vector. So the weights have the same bits
-on every mesh and on every device.
+whose last bit depends on device and position in a vector. So weights have the same bits on every mesh and device.
 """
 
 import math
@@ -34,7 +33,7 @@ _COS = [(-1) ** k / math.factorial(2 * k) for k in range(12)]
 
 def draw_slice(parameter: Parameter, rank: Rank, seed: int) -> Tensor:
     """Draw this rank's slice of what `parameter.initial` describes, a chunk at a time; rows of padding are zero."""
-    made = torch.empty(parameter.local_shape(rank.mesh.axes), dtype=parameter.dtype, device=rank.device)
+    made = torch.empty(parameter.local_shape(rank.mesh.sizes), dtype=parameter.dtype, device=rank.device)
     flat, rows = made.view(-1), _find_rows(parameter, rank)
     chunk = CPU_CHUNK if rank.device.type == "cpu" else DEVICE_CHUNK
     for start in range(0, flat.numel(), chunk):
@@ -55,16 +54,16 @@ def draw_elements(parameter: Parameter, seed: int, elements: Tensor) -> Tensor:
 
 def _find_rows(parameter: Parameter, rank: Rank) -> Tensor | None:
     """Return the global row of each of this rank's rows of the divided dimension, -1 for padding; None for all rows."""
-    on_tensor, tensor = parameter.placement["tensor"], rank.group("tensor")
-    if on_tensor.dim is None:
+    on_axis, group = rank.holds(parameter.placement)
+    if on_axis.dim is None:
         return None
-    numbers = torch.arange(1, parameter.shape[on_tensor.dim] + 1, device=rank.device)
-    return replace(on_tensor, dim=0).take(numbers, tensor.size, tensor.index) - 1
+    numbers = torch.arange(1, parameter.shape[on_axis.dim] + 1, device=rank.device)
+    return replace(on_axis, dim=0).take(numbers, group.size, group.index) - 1
 
 
 def _find_elements(parameter: Parameter, rows: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return the elements of the whole tensor at `places` of the slice, and a mask of those that are padding."""
-    dim = parameter.placement["tensor"].dim
+    dim = parameter.placement[parameter.placement.axis].dim
     if dim is None or rows is None:
         return places, torch.zeros_like(places, dtype=torch.bool)
     inner = math.prod(parameter.shape[dim + 1 :])

@@ -36,8 +36,7 @@ def take_slices(
     The `known` names are left out: another program of this rank has them.
 
     `weights` has whole tensors under the user's names. Only those that this rank keeps are read (of divided ones in
-    files only its rows), and those that its constants are computed from. With `drawn`, parameters without values in
-    `weights` are initialised as the manifest says.
+    files only its rows), and those that its constants need. With `drawn`, others are initialised as the manifest says.
     """
     here = rank.coordinates.pipeline
     kept = [p for n, p in manifest.parameters.items() if n not in known and here in manifest.homes(n)]
@@ -103,13 +102,13 @@ def check_whole(name: str, whole: Tensor | FileTensor, parameter: Parameter) -> 
 def take_slice(parameter: Parameter, whole: Tensor | FileTensor, rank: Rank) -> Tensor:
     """Return this rank's slice of the `whole` tensor, copied to its device and to the parameter's dtype."""
     check_whole(parameter.name, whole, parameter)
-    on_tensor, tensor = parameter.placement["tensor"], rank.group("tensor")
-    made = torch.zeros(parameter.local_shape(rank.mesh.axes), dtype=parameter.dtype, device=rank.device)
-    if on_tensor.dim is None:
+    on_axis, group = rank.holds(parameter.placement)
+    made = torch.zeros(parameter.local_shape(rank.mesh.sizes), dtype=parameter.dtype, device=rank.device)
+    if on_axis.dim is None:
         return made.copy_(read_whole(whole))
-    for rows in on_tensor.rows(tensor.size, tensor.index):
-        into = made.narrow(on_tensor.dim, rows.local, rows.count)
-        copy_rows(whole, on_tensor.dim, rows.first, rows.first + rows.count, into)
+    for rows in on_axis.rows(group.size, group.index):
+        into = made.narrow(on_axis.dim, rows.local, rows.count)
+        copy_rows(whole, on_axis.dim, rows.first, rows.first + rows.count, into)
     return made
 
 
@@ -236,19 +235,20 @@ def saved_names(manifest: Manifest) -> list[str]:
 
 
 def gather_tensor(manifest: Manifest, rank: Rank, slices: Slices, name: str) -> Tensor | None:
-    """Return the whole tensor `name` on the CPU of global rank 0, None elsewhere. Every rank of the replica calls it.
+    """Return the whole tensor `name` on the CPU of global rank 0, None elsewhere. Every rank must call it.
 
-    The tensor group of the first pipeline rank that has it joins the slices, and broadcasts them along the pipeline.
+    The first pipeline rank with it joins the slices, those of experts first, and broadcasts them along the pipeline.
     """
     root, at = rank.mesh.coordinates(0), rank.coordinates
-    if at.data != root.data:
-        return None
     parameter, home = manifest.parameters[name], manifest.homes(name)[0]
-    whole = torch.empty(0)
+    whole, on_axis = torch.empty(0), parameter.placement[parameter.placement.axis]
     if at.pipeline == home:
         own = slices[name].detach().to(parameter.dtype)
-        whole = parameter.placement["tensor"].join(rank.group("tensor").all_gather(own))
-    if at.tensor != root.tensor:
+        if "expert" in parameter.placement:
+            own = torch.cat(rank.group("exchange").all_gather(own))
+        if at.data == root.data:
+            whole = on_axis.join(rank.group("tensor").all_gather(own))
+    if (at.data, at.tensor) != (root.data, root.tensor):
         return None
     if at.pipeline != home:
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=rank.device)

@@ -501,7 +501,8 @@ def test_buckets_of_a_replay_are_complete_when_they_are_posted(
             copies.append(tensors[0].clone())
             return running(list(tensors))
 
-    monkeypatch.setattr(sums, "_data", Replicas(2))
+    monkeypatch.setattr(sums, "_data", replicas := Replicas(2))
+    monkeypatch.setattr(sums, "_replicas", dict.fromkeys(sums._replicas, replicas))
     for step in range(6):
         copies.clear()
         parallel(**{name: x.to(device) for name, x in make_batch(step).items()})[1].backward()

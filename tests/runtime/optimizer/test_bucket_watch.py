@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.optimizer.bucket_watch import BucketWatch
 from autoptd.runtime.optimizer.gradient_memory import Bucket, StageLeaves, lay_out
 
 NAMES = ("first", "second", "third")
+REPLICAS = dict.fromkeys((*NAMES, "weight", "a", "b", "tied"), Group())
 
 
 def watched(events: list[str]) -> tuple[dict[str, Tensor], list[Bucket], BucketWatch]:
     """A watch over a bucket for each leaf, and the events of the leaves and buckets."""
     leaves = {name: torch.ones(2, dtype=torch.float64, requires_grad=True) for name in NAMES}
     own = StageLeaves({0: leaves})
-    memory = lay_out(own, {0: NAMES}, [(name,) for name in NAMES], (), 1)
+    memory = lay_out(own, {0: NAMES}, [(name,) for name in NAMES], (), REPLICAS)
     memory.attach(own)
     buckets = list(memory)
     for name, leaf in leaves.items():
@@ -72,7 +74,7 @@ def test_a_backward_that_breaks_off_posts_no_more() -> None:
 def test_half_precision_is_added_to_float32_and_the_leaf_keeps_none(dtype: torch.dtype) -> None:
     leaf = torch.ones(3, dtype=dtype, requires_grad=True)
     leaves = StageLeaves({0: {"weight": leaf}})
-    memory = lay_out(leaves, {0: ("weight",)}, (), (), 1)
+    memory = lay_out(leaves, {0: ("weight",)}, (), (), REPLICAS)
     memory.attach(leaves)
     for _ in range(300):
         (leaf * 1.0).sum().backward()
@@ -86,7 +88,7 @@ def test_buckets_are_of_one_dtype_and_about_their_size_and_partial_sums_come_las
     monkeypatch.setattr("autoptd.runtime.optimizer.gradient_buckets.BUCKET_BYTES", 32)
     dtypes = {"a": torch.float64, "b": torch.bfloat16, "c": torch.float32, "d": torch.float64, "e": torch.float32}
     leaves = StageLeaves({0: {name: torch.ones(3, dtype=d, requires_grad=True) for name, d in dtypes.items()}})
-    memory = lay_out(leaves, {0: tuple(dtypes)}, [("c",)], ("d",), 4)
+    memory = lay_out(leaves, {0: tuple(dtypes)}, [("c",)], ("d",), dict.fromkeys(dtypes, Group(4)))
     assert [(tuple(b.views), b.shard, b.flat.dtype, len(b.flat)) for b in memory] == [
         (("c",), 0, torch.float32, 4),
         (("e", "b"), None, torch.float32, 8),
@@ -97,12 +99,12 @@ def test_buckets_are_of_one_dtype_and_about_their_size_and_partial_sums_come_las
 
 def test_frozen_leaves_have_no_memory() -> None:
     leaves = StageLeaves({0: {"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)}})
-    assert [tuple(bucket.views) for bucket in lay_out(leaves, {0: ("a", "b"), 1: ("a",)}, (), (), 1)] == [("b",)]
+    assert [tuple(bucket.views) for bucket in lay_out(leaves, {0: ("a", "b"), 1: ("a",)}, (), (), REPLICAS)] == [("b",)]
 
 
 def test_a_parameter_of_two_stages_has_a_sum_for_each() -> None:
     leaves = StageLeaves({k: {"tied": torch.ones(2, requires_grad=True)} for k in (0, 3)})
-    memory = lay_out(leaves, {3: ("tied",)}, (), (), 1)
+    memory = lay_out(leaves, {3: ("tied",)}, (), (), REPLICAS)
     memory.attach(leaves)
     for stage, factor in ((0, 2.0), (3, 5.0)):
         (leaves.by_stage[stage]["tied"] * factor).sum().backward()
