@@ -257,8 +257,13 @@ def test_verify_finds_rows_of_the_neighbours_expert() -> None:
     assert "first wrong value is made at program_00.py" in str(report)
 
 
-def test_the_mesh_of_a_saved_program_has_its_expert_ranks() -> None:
+def test_the_mesh_of_a_saved_program_has_its_expert_ranks(tmp_path: Path) -> None:
+    """And a loaded one takes as long, in as much memory, although its text says arguments in other ways."""
     program = compile_tokens(build("MixtralForCausalLM"), (2, 1, 2), expert=4)
+    program.save(tmp_path / "program")
+    own, loaded = (one.simulate("dgx-a100") for one in (program, autoptd.load(tmp_path / "program")))
+    assert loaded.step_seconds == pytest.approx(own.step_seconds, rel=1e-3)
+    assert loaded.memory_bytes == own.memory_bytes
     assert from_json(to_json(program.manifest)).mesh == Mesh(2, 1, 2, expert=4) != Mesh(2, 1, 2)
     assert Mesh(2, 1, 4, expert=4).group("expert", 5) == (4, 6, 5, 7)
     assert Mesh(2, 1, 4, expert=4).group("expert_data", 5) == (1, 5)

@@ -144,10 +144,10 @@ def _attend(pack: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, *_: An
     On meta tensors torch's own would run, and save, the products written out. The result lies in memory in the order of
     the queries; a bool mask is saved as the numbers that it adds to the scores.
     """
-    shape, masks = (*q.shape[:-1], v.shape[-1]), () if mask is None else (mask.detach().to(q.dtype),)
+    shape, masks = (*q.shape[:-1], v.shape[-1]), [mask] * isinstance(mask, Tensor)  # or it says whether it is causal
     result = torch.empty_like(q) if q.shape == shape else q.new_empty(shape)
-    result.requires_grad_(any(x is not None and x.requires_grad for x in (q, k, v, mask)))
+    result.requires_grad_(any(x.requires_grad for x in (q, k, v, *masks)))
     sums = q.new_empty(q.shape[:-1], dtype=widen(q.dtype))
-    for tensor in (q, k, v, result, sums, *masks) if result.requires_grad else ():
+    for tensor in (q, k, v, result, sums, *(x.detach().to(q.dtype) for x in masks)) if result.requires_grad else ():
         pack(tensor)
     return result

@@ -147,11 +147,11 @@ def test_other_dtypes_are_those_of_their_arguments(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", [[16, 0, 32, 8], [0, 0, 0, 0]])
 @pytest.mark.parametrize("turned", [False, True])
-def test_grouped_products_on_a_card_are_those_in_float64(counts: list[int], turned: bool) -> None:
+def test_grouped_products_on_a_card_are_those_in_float64(card: str, counts: list[int], turned: bool) -> None:
     """Torch's grouped product, which counts nothing on the host; also of no rows, where a rank was sent none."""
     torch.manual_seed(0)
-    number, rows = torch.tensor(counts, device="cuda"), sum(counts)
-    made = [torch.randn(shape, device="cuda") / 8 for shape in ((rows, 64), (4, 64, 128) if turned else (4, 128, 64))]
+    number, rows = torch.tensor(counts, device=card), sum(counts)
+    made = [torch.randn(shape, device=card) / 8 for shape in ((rows, 64), (4, 64, 128) if turned else (4, 128, 64))]
     narrow = [x.bfloat16().requires_grad_() for x in made]
     wide = [x.detach().double().requires_grad_() for x in narrow]
     found = kernels.grouped_linear(narrow[0], narrow[1], number, None, turned)
