@@ -31,7 +31,7 @@ from samples.benchmarks.report import publish
 
 WORLD, VOCABULARY, LENGTH, SEQUENCES = 2, 512, 256, 4
 CONFIG: dict[str, Any] = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4},
+    **{"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 4},
     **{"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": LENGTH},
     **{"num_local_experts": 8, "num_experts_per_tok": 2, "use_cache": False},
 }
