@@ -151,7 +151,7 @@ class Parallel(BoundModule):
         rank that has parameters must call it, with the same ones on all ranks of a stage, and it steps as any
         optimizer does. Each parameter must be stepped by itself: clip the norm of all gradients before the step.
 
-        Raises ValueError for LBFGS, which cannot, and for parameters of a sharded optimizer.
+        Raises ValueError for LBFGS, which cannot, for parameters of a sharded optimizer, and experts over data ranks.
         """
         return self._weights.make_whole(make, *args, **options)
 
