@@ -235,7 +235,7 @@ def _exchange(node: fx.Node, value: Value, *_: Any) -> Work:
 
 EXCHANGES = (collectives.send_to_experts, collectives.return_from_experts)
 _ANY = Trait.ANY_PLACEMENT
-_EXCHANGE = OperatorRules(work=_exchange, backward=_exchange, traits=_ANY | Trait.SUMS_GRADIENTS)
+_EXCHANGE = OperatorRules(work=_exchange, backward=_exchange, traits=_ANY)
 
 RULES: Mapping[Any, OperatorRules] = {
     collectives.send_to_experts: replace(_EXCHANGE, placed=_sent_placed),
