@@ -57,8 +57,8 @@ def _backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
 
 
 def _products(node: fx.Node, times: int = 1) -> Work:
-    flops = count_products(node)
-    return Work((Product(1, flops // 2, 1, 1),) * times if flops else ())
+    side = round((count_products(node) / 2) ** (1 / 3))  # a cube, as tiles would waste most of a single row
+    return Work((Product(1, side, side, count_products(node) / 2 / side**2),) * times if side else ())
 
 
 UNFAMILIAR = OperatorRules(work=_work, backward=_backward)
