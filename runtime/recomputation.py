@@ -18,7 +18,7 @@ def recompute(rank: Rank, function: Callable[..., Any], *values: Tensor) -> Any:
     The function's rank is a copy that stays where the training stands now: dropout draws the same masks as before,
     although the schedule has moved on to other microbatches. (Setting the randomness of `rank` back for the second
     call would do on its own, but is a side effect that ``torch.compile`` does not take into a graph.) The second call
-    stops after the last operator that saves anything, or is left out without gradients; collectives are repeated.
+    stops after the last operator that saves anything, or is left out without gradients. Collectives are repeated.
     """
     if not torch.is_grad_enabled():
         return function(rank, *values)

@@ -50,7 +50,7 @@ def leave_modes() -> Iterator[None]:
 def copy_structure(model: nn.Module, make: Callable[[Tensor], Tensor], others: Mapping[int, object] = {}) -> nn.Module:
     """Copy `model`'s structure; every parameter and buffer becomes its twin, such as `make_twin`'s, ties kept.
 
-    So do `others` than tensors, by ids. The model stays as it is; its copy is in training mode, and keeps submodules'.
+    So do `others` than tensors, by ids. The copy is in training mode; one of a training model keeps its modules' modes.
     """
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, object] = {id(tensor): make(tensor) for tensor in tensors} | dict(others)

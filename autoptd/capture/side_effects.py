@@ -115,7 +115,7 @@ def _assign_view(module: nn.Module, name: str, value: Any, assign: Any = nn.Modu
 def judge_left(results: Iterable[Tensor], left: Mapping[str, Any], varies: Callable[[Any], bool]) -> list[str]:
     """Raise CaptureError for a tensor with a gradient that forward has `left` beside the `results` of the step.
 
-    Returns the places of what else is left and `varies` from step to step: numbers, detached tensors, lists of others.
+    Returns the places of what else is left and `varies`: numbers, detached tensors, lists that the loss is made of.
     """
     inside, pending = set(), [result.grad_fn for result in results]
     while pending:

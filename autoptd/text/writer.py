@@ -32,7 +32,7 @@ def emit_texts(
     """Write one program per pipeline rank of a cut `program`.
 
     `schedule` has one row of actions per pipeline rank; `title` names the model ("GPT-24, 16 heads"). `flops`, shown
-    in the header if given, are each stage's forward FLOPs for a microbatch and rank. ValueError for an unknown node.
+    in the header if given, are each stage's forward FLOPs a microbatch and rank. ValueError for what it cannot write.
     """
     headings, mesh = find_headings(program.stages), program.mesh
     log = [line for entry in program.log for line in _wrap(entry, "    ")]

@@ -168,7 +168,7 @@ class Cluster:
     def save(self, path: str | Path, source: str, others: Mapping[str, str] | None = None) -> None:
         """Write a TOML file that `load` reads, each value with its source: `source`, or its entry in `others`.
 
-        `others` has values or tables by name ("nics_per_node", "network"). ValueError unless `path` is a new .toml.
+        `others` has values or tables by name ("nics_per_node", "network"). ValueError if `path` cannot be a .toml file.
         """
         file = Path(path)
         if file.suffix != ".toml":

@@ -109,7 +109,7 @@ class Ledger:
     def differentiated(self, node: fx.Node, trained: Collection[fx.Node]) -> int:
         """Return the bytes of the gradients that exist at once while `node` is differentiated, with those of weights.
 
-        `trained` values have a gradient, a view's where its source's is; torch's cross entropy has two, for its parts.
+        `trained` values have gradients, a view's where its source's lies; torch's cross entropy is two halves.
         """
         if node not in trained:
             return 0

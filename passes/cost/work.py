@@ -1,7 +1,7 @@
 """The work of a call on one rank: its FLOPs, memory traffic and communication.
 
 The rules of `autoptd.passes.operators` hold for any kind of number. They read the sizes of tensors from a `Sizes`: one
-rank's integers, or expressions in the field's letters; their decisions depend on the integers alone. Times come later.
+rank's integers, or expressions in the field's letters; their decisions depend on the integers. Times are a device's.
 """
 
 from collections.abc import Container, Sequence

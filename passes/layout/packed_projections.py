@@ -1,7 +1,7 @@
 """Packed projections taken apart: a linear whose output is split into query, key and value.
 
 In [s, b, 3 * heads * size] the heads of one tensor are no even steps apart once there are several sequences, so that
-no batched product can read them in place. A linear for each part of the weight lies by itself; fused attention is free.
+no batched product can read them in place. Linears of the weight's parts lie apart. Fused attention needs none of this.
 """
 
 import operator

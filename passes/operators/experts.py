@@ -1,7 +1,7 @@
 """Mixtures of experts (`kernels.experts`): experts are divided over the tensor ranks, else the width of each is.
 
 Tensor ranks have all tokens. Each computes the rows of its own experts, and the all-reduce behind ``combine`` adds up
-what its ranks have of a token: as much as behind any row-parallel linear. Their rows are a ragged axis, like these.
+what its ranks have of a token: as much as behind any row-parallel linear. Rows of experts are a ragged axis.
 """
 
 from collections.abc import Mapping, Sequence

@@ -282,7 +282,7 @@ def check_key(placement: AxisPlacement, key: int | None, shape: Sequence[int] | 
 def divided(dim: int | None, found: AxisPlacement | None, whole: str) -> Rule:
     """Return the rule of a kernel of a vocabulary, `dim` of its argument after the rank, that is divided.
 
-    Without `dim` the call names it. The result is placed as `found`, or like the argument; `whole` is in the error.
+    Without `dim` the call names it. The result is placed as `found`, or like the argument; `whole` is the other reader.
     """
 
     def rule(node: fx.Node, placements: Placements) -> Found:

@@ -22,7 +22,7 @@ Sizes = Callable[[fx.Node], Any]  # a value's shape, a tuple of shapes for sever
 class Product:
     """A batch of `batch` GEMMs of [rows, inner] by [inner, columns].
 
-    `repeated`: a fused attention's backward computes scores again. `dtype`: a cluster's name of autocast's half type.
+    `repeated`: scores that a fused attention's backward computes again. `dtype`: the half type of autocast, by name.
     """
 
     batch: Number

@@ -122,7 +122,7 @@ class FusedOrder:
     def divide(self, measure: Measure) -> tuple[Floats, Floats]:
         """Divide what the calls measure over the items, by direction: forward, backward, what the backward repeats.
 
-        The second result is what a cut before an item adds on either side. Calls on no parameter count with the last.
+        The second is what a cut before an item adds to each side. Calls on no parameter count with the item before.
         """
         measured = list(_measure(self.stage, measure, self.ledger.repeated_nodes))
         table, sums, penalty = (np.zeros((len(self.row.items), 3, len(measure(Work())))) for _ in range(3))

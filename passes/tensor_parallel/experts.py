@@ -70,9 +70,9 @@ class _Mixture:
         inside = list(self._walk(dispatch, combine))
         first, last = inside[0], combine.args[0]
         ragged = Placement(expert=Ragged(0))
-        held = {"sent": ragged, "own": Placement(expert=Shard(0)), "all": Placement()}
-        sent = self._write(first, collectives.send_to_experts, (dispatch, counts), "send", tuple(held.values()))
-        parts = (self._write(first, getitem, (sent, i), *part) for i, part in enumerate(held.items()))
+        results = {"sent": ragged, "own": Placement(expert=Shard(0)), "all": Placement()}
+        sent = self._write(first, collectives.send_to_experts, (dispatch, counts), "send", tuple(results.values()))
+        parts = (self._write(first, getitem, (sent, i), *part) for i, part in enumerate(results.items()))
         rows, own_counts, all_counts = parts
         given = (last, all_counts, len(order.meta["val"]))
         placement = info(dispatch).placement

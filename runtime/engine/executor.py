@@ -48,7 +48,7 @@ class StageRun:
 
     Inputs arrive and outputs depart; for the backward, gradients of the outputs arrive and gradients of the inputs
     depart. Only differentiable boundary values have gradients. The first stage has no buffers below, the last none
-    above. The slots are those of this rank's `actions`; forwards alone take the first. The last backward completes.
+    above. Slots are those of this rank's `actions`; forwards take the first. The last backward completes gradients.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from autoptd.runtime.kernels.registration import define_operator
 def route(rank: Rank, experts: Tensor, number: int, own: int) -> tuple[Tensor, Tensor]:
     """Sort the pairs of the `own` experts of this tensor rank by expert: their order [rows], and counts [own].
 
-    `experts` [tokens, k] are different ones of `number` for each token; others have no row. Behind is tokens * k: none.
+    `experts` [tokens, k] are different ones of `number`; others have no row. Behind its own pairs is tokens * k: none.
     """
     size = rank.group("tensor").size
     if experts.dim() != 2 or own not in (number, -(-number // size)) or number % own:

@@ -90,7 +90,7 @@ class Parallel(BoundModule):
 
         It has the loss, and as `LazyOutput` what ``compile(outputs=...)`` asked for; all other fields are None.
 
-        With ``num_items_in_batch`` (see `weigh_items`), of steps of several calls, the labels' sum is divided by that.
+        With ``num_items_in_batch`` (`weigh_items`) the sum over labels is divided by that, for steps of several calls.
         """
         return self._runner.call(self, args, kwargs)
 
@@ -111,7 +111,7 @@ class Parallel(BoundModule):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradient of the whole model, over all ranks, to `max_norm`; return its norm before.
 
-        Every rank must call it, and gets the same norm, else as in torch.nn.utils. `norm_type` must be positive.
+        Every rank must call it, and gets the same norm. ValueError unless `norm_type` is positive; else as torch's.
         """
         return clip_gradients(self._runner, max_norm, float(norm_type), error_if_nonfinite)
 

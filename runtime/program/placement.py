@@ -160,7 +160,7 @@ REPLICATE = Replicate()
 class Placement(OverAxes[AxisPlacement]):
     """The placement of a tensor on each mesh axis: ``placement["tensor"]``; an axis that is not named replicates it.
 
-    `is_divided`: ranks hold other rows. `is_partial`: terms of a sum. `has_partial_gradient`: of the gradient alone.
+    `is_divided`: ranks hold other rows. `is_partial`: terms of a sum. `has_partial_gradient`: terms of the gradient.
     """
 
     def __init__(self, **axes: AxisPlacement) -> None:
