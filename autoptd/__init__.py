@@ -3,6 +3,7 @@
 The public names are looked up when first used, so that a rank which only runs a program imports no solver.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from autoptd.simulate.schedule import simulate_schedule as simulate_schedule
     from autoptd.simulate.step import Simulation as Simulation
     from autoptd.weights.safetensors_folder import SafetensorsFolder as SafetensorsFolder
+
+# CUDA reads it when it starts. Among the 8 queues it has by itself, a graph comes to stand behind a message of the
+# pipeline that waits for what the graph computes: seen with graphs on mesh (2, 2, 2), interleaved.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 _HOMES = {
     "CheckpointError": "autoptd.runtime.checkpoint.error",

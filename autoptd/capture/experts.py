@@ -57,6 +57,6 @@ def _compute_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     rows = kernels.dispatch(hidden_states, order, top_k_index.shape[1])
     rows = multiply(rows, "gate_up_proj" if module.has_gate else "up_proj")
     rows = multiply(module._apply_gate(rows) if module.has_gate else module.act_fn(rows), "down_proj")
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # since transformers 5.20
         rows = module.post_expert_norm(rows)
     return kernels.combine(rows, top_k_weights, order).to(hidden_states.dtype)
