@@ -38,13 +38,15 @@ def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mappi
     """Rebuild the cut program from texts that were read; see `trace_program`."""
     check_manifest(manifest)
     propagation = Propagation(manifest.mesh, META)
+    whole = {name: _meta(buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
+    whole |= {n: _meta(p.shape, p.dtype) for n, p in manifest.parameters.items() if p.kind != "constant"}
     stages: dict[int, Stage] = {}
     for rank, program in enumerate(texts):
         expected = [s.index for s in manifest.stages if s.index % manifest.mesh.pipeline == rank]
         if list(program.stages) != expected:
             found, wanted = (", ".join(f"stage_{i}" for i in own) for own in (program.stages, expected))
             raise ValueError(f"{program.filename} has {found}; expected {wanted} on pipeline rank {rank}")
-        constants = _trace_constants(program, manifest, propagation, buffers)
+        constants = _trace_constants(program, whole, propagation)
         for index in program.stages:
             graph = _trace_stage(program, index, manifest, propagation)
             parameters = {name: manifest.parameters[name] for name in manifest.stages[index].parameters}
@@ -103,11 +105,7 @@ def _trace_stage(program: ProgramText, index: int, manifest: Manifest, propagati
     return graph
 
 
-def _trace_constants(
-    program: ProgramText, manifest: Manifest, propagation: Propagation, buffers: Mapping[str, Tensor]
-) -> fx.Graph:
-    tensors = {name: _meta(buffer.shape, buffer.dtype) for name, buffer in buffers.items()}
-    tensors |= {n: _meta(p.shape, p.dtype) for n, p in manifest.parameters.items() if p.kind != "constant"}
+def _trace_constants(program: ProgramText, tensors: Mapping[str, Tensor], propagation: Propagation) -> fx.Graph:
     recorder = Recorder(program.filename, _find_targets(program.text), tensors, propagation)
     graph = recorder.record(program.constants, recorder.parameters)
     if not isinstance(graph.output_node().args[0], dict):

@@ -33,7 +33,8 @@ from autoptd.runtime.program.placement import Draw
 Box = tuple[tuple[int, ...], ...]
 Values = Mapping[str, Any]  # arguments by name
 
-LARGE = 1 << 24  # elements of a tensor of zeros or ones that is made on the meta device too
+# Elements of a tensor of zeros or ones that is made on the meta device too; of a vector, as a model has many biases.
+LARGE, LONG = 1 << 24, 1 << 14
 # Of a normal distribution that a truncated one must keep, since numbers outside are drawn again.
 SMALLEST_SHARE = 0.01
 
@@ -202,7 +203,7 @@ def _is_meta_made(draws: list[Draw], values: Values) -> bool:
     if size is None or "self" in values:
         return False
     constant = bool(draws) and draws[0].kind == "constant"
-    return not constant or prod(size) >= LARGE
+    return not constant or prod(size) >= (LONG if len(size) == 1 else LARGE)
 
 
 def _is_all(content: Content, tensor: Tensor) -> bool:

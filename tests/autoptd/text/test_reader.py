@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import info
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.manifest import Manifest
+from autoptd.text import reader
 from autoptd.text.call_arguments import shorten_call
 from autoptd.text.reader import program_filename, trace_program
 from autoptd.text.writer import emit_texts
@@ -64,6 +66,23 @@ def test_text_gives_the_graph_back() -> None:
         assert after.parameters == before.parameters
     assert describe(traced[0].constants) == describe(stages[0].constants)
     assert len(traced[1].constants.nodes) == 0
+
+
+def test_whole_parameters_are_made_once_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model has thousands of parameters, and hundreds of texts."""
+    texts, manifest, _ = emit()
+    made: list[tuple[int, ...]] = []
+    real = reader._meta
+
+    def count(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made.append(tuple(shape))
+        return real(shape, dtype)
+
+    monkeypatch.setattr(reader, "_meta", count)
+    trace_program(texts, manifest)
+    uses = sum(len(own.parameters) + len(own.receives) + len(own.inputs) for own in manifest.stages)
+    whole = sum(parameter.kind != "constant" for parameter in manifest.parameters.values())
+    assert len(made) == whole + uses
 
 
 def test_nodes_keep_names_roles_and_lines() -> None:

@@ -142,6 +142,8 @@ def test_nothing_large_is_made() -> None:
     with Writes() as writes:
         table = nn.Parameter(torch.zeros(1 << 40, 2))
         other = nn.Parameter(torch.randn(1 << 40, device="cpu") * 0.1)
+        bias = nn.Parameter(torch.zeros(1 << 16))
+    assert all(tensor.is_meta for tensor in (table, bias)), "a model has many vectors"
     assert [written.draw for written in writes.read(table)] == [one("constant")]
     assert [written.draw for written in writes.read(other)] == [one("normal", std=0.1)]
 
