@@ -127,9 +127,8 @@ def read_loss(node: fx.Node) -> Lookup | None:
     if not ours and node.target not in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
         return None
     args: Any = node.args[1:] if ours else node.args
-    rows, ignored = args[2] if ours else shape_of(args[0])[:2][-1], argument(node, 4, "ignore_index", -100)
-    mean = argument(node, 5 if ours else 3, "reduction", "mean" if ours else 1) in ("mean", 1)
-    weighted = (node.kwargs.get("weight") if ours else argument(node, 2, "weight")) is not None
+    rows, ignored = args[2] if ours else shape_of(args[0])[:2][-1], argument(node, "ignore_index")
+    mean, weighted = argument(node, "reduction") in ("mean", 1), argument(node, "weight") is not None
     known = args[0], args[1], rows, ignored, mean, weighted
     return Lookup(node, *known) if isinstance(args[1], fx.Node) else None
 

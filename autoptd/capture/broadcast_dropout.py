@@ -13,8 +13,7 @@ from autoptd.capture.export import capture
 from autoptd.capture.results import LossFunction, Outputs
 from autoptd.options import Options
 from autoptd.pass_list import select_passes
-from autoptd.passes.ir.nodes import info, walk, where
-from autoptd.passes.ir.products import bound_arguments
+from autoptd.passes.ir.nodes import argument, info, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import kernels
 from autoptd.runtime.user_warnings import warn_caller
@@ -71,4 +70,4 @@ def _number_of(node: fx.Node) -> tuple[Any, int] | None:
     """Return kernel and operator number of a dropout or a draw."""
     if node.target not in (kernels.dropout, kernels.uniform):
         return None
-    return node.target, bound_arguments(node)["operator"]
+    return node.target, argument(node, "operator")

@@ -66,7 +66,7 @@ def _parameters_of(linears: fx.Node, part: fx.Node) -> list[Any]:
     if part.target is not operator.getitem:
         return []
     index: Any = part.args[1]
-    lists: list[Any] = [linears.args[2], argument(linears, 3, "biases")]
+    lists: list[Any] = [linears.args[2], argument(linears, "biases")]
     return [given[index] for given in lists if given]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from autoptd.passes.cost.work import forward_work
-from autoptd.passes.ir.nodes import info, results_of
+from autoptd.passes.ir.nodes import argument, info, results_of
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime import collectives
 from autoptd.runtime.collectives import COPIED
@@ -71,7 +71,7 @@ def write_hidden(node: fx.Node, tensor: int) -> str:
     """Write what the call's backward sends to the other tensor ranks while it computes; empty if nothing."""
     if tensor == 1 or node.target not in COPIED:
         return ""
-    size, gathered = node.args[1].meta["val"].nbytes, node.kwargs.get("gathered")  # type: ignore[union-attr]
+    size, gathered = node.args[1].meta["val"].nbytes, argument(node, "gathered")  # type: ignore[union-attr]
     kind = "all-gather and reduce-scatter, each" if gathered else "all-reduce,"
     whose = "the weights' gradients" if node.target is collectives.copied_linears else "the weight's gradient"
     return f"backward: {kind} {write_bytes(size * tensor if gathered else size)} over tensor, beside {whose}"

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoptd.passes.ir.nodes import name_arguments
-from autoptd.passes.ir.products import bound_arguments
+from autoptd.passes.ir.nodes import arguments, name_arguments
 from autoptd.passes.ir.program import Program
 from autoptd.passes.normal_form.draws import draws, write_draw
 from autoptd.runtime import kernels
@@ -25,7 +24,7 @@ class KeyedDraws(TorchDispatchMode):
     def __init__(self, program: Program, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         nodes = (node for stage in program.stages for node in stage.graph.nodes)
-        calls = (bound_arguments(node) for node in nodes if node.target is kernels.uniform)
+        calls = (arguments(node) for node in nodes if node.target is kernels.uniform)
         self._calls = {given["operator"]: given for given in calls}
         self._tensor, self._seed = program.mesh.tensor, seed
         self._count = 0

@@ -19,8 +19,7 @@ from torch import Tensor, fx, nn
 
 from autoptd.capture.results import find_loss, find_outputs
 from autoptd.capture.source_lines import short_line, user_line
-from autoptd.passes.ir.nodes import results_of
-from autoptd.passes.ir.products import bound_arguments
+from autoptd.passes.ir.nodes import argument, results_of
 from autoptd.passes.ir.program import Program
 from autoptd.runtime import kernels
 from autoptd.runtime.comm.connection import Connection, run_threads
@@ -277,4 +276,4 @@ def _notes(program: Program, manifest: Manifest, casts: Sequence[int], anew: Ite
 
 def _drops(node: fx.Node) -> bool:
     ours = getattr(node.target, "__module__", "").startswith(kernels.__name__)
-    return ours and bool(bound_arguments(node).get("p"))
+    return ours and bool(argument(node, "p"))

@@ -50,8 +50,8 @@ def _counts_on(documents: Any, positions: Any) -> bool:
     if not steps or steps.target is not aten.diff.default or steps.args[0] is not positions:
         return False
     last = {-1, len(shape_of(documents)) - 1}
-    along = {argument(steps, 2, "dim", -1), argument(documents, 1, "dim")} <= last
-    return along and argument(steps, 1, "n", 1) == 1 and argument(steps, 4, "append") is None
+    along = {argument(steps, "dim"), argument(documents, "dim")} <= last
+    return along and argument(steps, "n") == 1 and argument(steps, "append") is None
 
 
 class _Reader:
@@ -91,7 +91,7 @@ class _Reader:
             case (("aten.bitwise_and" | "aten.logical_and" | "aten.mul"), True) | ("aten.bitwise_or", False):
                 for part in given:
                     yield from self._divide(part, shows)
-            case "aten.tril", True if argument(mask, 1, "diagonal", 0) == 0:
+            case "aten.tril", True if argument(mask, "diagonal") == 0:
                 yield "causal", None
                 yield from self._divide(given[0], shows)
             case ("aten.eq", True) | ("aten.ne", False):

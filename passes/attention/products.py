@@ -80,8 +80,8 @@ def read_scores(node: fx.Node) -> Product | None:
 
 def _read_sum(node: fx.Node) -> tuple[Step, ...] | None:
     """Read ``beta * bias + alpha * (queries @ keys)`` as a scale and, unless beta is 0, a mask."""
-    bias, frame, beta = node.args[0], shape_of(node), argument(node, 3, "beta", 1)
-    scale = Step(node, "scale", frame, float(argument(node, 4, "alpha", 1)))
+    bias, frame, beta = node.args[0], shape_of(node), argument(node, "beta")
+    scale = Step(node, "scale", frame, float(argument(node, "alpha")))
     if beta not in (0, 1) or not isinstance(bias, fx.Node) or scale.factor <= 0:
         return None
     return (scale, Step(node, "add", frame, mask=bias)) if beta else (scale,)

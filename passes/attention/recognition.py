@@ -71,7 +71,7 @@ def _visit(rewriter: Rewriter, node: fx.Node, learned: set[fx.Node]) -> Finding 
     chain = read_chain(node, rewriter.constants.number, learned)
     if isinstance(chain.product, str) and isinstance(chain.result, str):
         return None
-    rank, dim = len(shape_of(node)), int(argument(node, 1, "dim"))
+    rank, dim = len(shape_of(node)), int(argument(node, "dim"))
     if dim % rank != rank - 1 or rank < 3:
         return Finding("", "", f"{called(node)} runs over dimension {dim} of {rank}", where(node))
     mask = rewriter.fuse_whole(chain)

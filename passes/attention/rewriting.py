@@ -14,7 +14,7 @@ from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.documents import read_documents
 from autoptd.passes.attention.masks import Mask, Masks
 from autoptd.passes.attention.products import Factor, Result, Step
-from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, describe, info, shape_of
+from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, describe, info, place_of, shape_of
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten, kernels
@@ -132,7 +132,7 @@ class Rewriter:
         """Pass grouped keys and values to fused attention as they are, as its kernels repeat them themselves."""
         q, k, v = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
         flash = q.dim() == 4 and k.shape[-1] == v.shape[-1] <= _FLASH_SIZE
-        if not flash or argument(node, 3, "attn_mask") is not None:  # torch would write the scores out
+        if not flash or argument(node, "attn_mask") is not None:  # torch would write the scores out
             return
         keys, values = (_unrepeated(n) for n in node.args[1:3])
         heads = {shape_of(n)[1] for n in (keys, values) if n is not None}
@@ -144,18 +144,19 @@ class Rewriter:
 
     def drop_mask(self, node: fx.Node) -> str:
         """Take away the mask of an attention that is fused already, if its meaning is proved; return it in words."""
-        place = rules_of(node).mask
-        mask = argument(node, *place) if place else None
+        name = rules_of(node).mask
+        mask, scale = argument(node, name), argument(node, "scale")
         given = self._find_documents(node, mask) or self.masks.read(mask)
-        if place is not None and len(node.args) > place[0] and given.verdict != "kept":
+        if mask is not None and given.verdict != "kept":
+            rest = {n: v for n, v in node.kwargs.items() if n != name}
+            node.args = node.args[: place_of(node.target, name)]
             options: dict[str, Any] = {"is_causal": True} if given.verdict == "causal" else {}
             if given.verdict == "packed":
                 node.target, options = kernels.packed_attention, {"documents": given.given}
-                node.kwargs = {name: value for name, value in node.kwargs.items() if name == "scale"}
-            node.args, node.kwargs = node.args[: place[0]], {**options, **node.kwargs}
+                rest = {} if scale is None else {"scale": scale}
+            node.kwargs = {**options, **rest}
             self.changed, self.proved = True, self.proved | given.proved
-        causal = argument(node, 5 if has_trait(node, Trait.FUSED_ATTENTION) else 3, "is_causal", False)
-        return "causal" if causal else given.words
+        return "causal" if argument(node, "is_causal") else given.words
 
     def _find_documents(self, node: fx.Node, mask: Any) -> Mask | None:
         """Return the mask of documents of an attention that is fused already, and may compute it by itself."""

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoptd.passes.fusion import patterns
 from autoptd.passes.fusion.patterns import Call, Match, both_orders, is_call, is_reshape, is_single, is_vector
-from autoptd.passes.ir.nodes import argument, name_arguments, shape_of
+from autoptd.passes.ir.nodes import argument, arguments, shape_of
 from autoptd.passes.ir.views import read_cut
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.operands import HALF
@@ -21,7 +21,7 @@ def match_norm(node: fx.Node) -> Match | None:
 
     Not ``torch.rms_norm`` in half precision, where it rounds after the weight.
     """
-    given = name_arguments(node.target, node.args, node.kwargs)
+    given = arguments(node)
     x, weight, bias, eps = given["input"], given["weight"], given.get("bias"), given["eps"]
     size, dtype = shape_of(node)[-1], node.meta["val"].dtype
     fits = is_vector(weight, size) and (bias is None or is_vector(bias, size))
@@ -57,12 +57,12 @@ def _normed(node: Any) -> tuple[fx.Node, float, list[fx.Node]] | None:
         if not is_call(added, aten.add.Tensor, aten.add.Scalar) or not isinstance(added.args[1], float):
             continue
         mean = added.args[0]
-        if not is_call(mean, aten.mean.dim) or not argument(mean, 2, "keepdim", False):
+        if not is_call(mean, aten.mean.dim) or not argument(mean, "keepdim"):
             continue
         square = mean.args[0]
         squared = is_call(square, aten.pow.Tensor_Scalar) and square.args == (x, 2)
         squared = squared or (is_call(square, aten.mul.Tensor) and square.args == (x, x))
-        if not squared or added.kwargs or mean.kwargs.get("dtype") or not last_dim(square, mean.args[1]):
+        if not squared or added.kwargs or argument(mean, "dtype") or not last_dim(square, mean.args[1]):
             continue
         source = uncast(x)
         return source, added.args[1], [root, added, mean, square, *([x] if source is not x else [])]
@@ -122,7 +122,7 @@ def _rotated(node: Any, x: Any) -> tuple[fx.Node, ...]:
     pairs = is_reshape(node)
     joined = node.args[0] if pairs else node
     found = is_call(joined, aten.stack.default if pairs else aten.cat.default) and isinstance(x, fx.Node)
-    if not found or not last_dim(joined, argument(joined, 1, "dim", 0)):
+    if not found or not last_dim(joined, argument(joined, "dim")):
         return ()
     negative, *others = joined.args[0]
     if len(others) != 1 or not is_call(negative, aten.neg.default):
@@ -148,7 +148,7 @@ def _part(node: Any, x: fx.Node) -> tuple[int, int, int] | None:
 def match_partial_rotary(node: fx.Node) -> Match | None:
     """Match ``cat([rotary(x[..., :n]), x[..., n:]], -1)``: the kernel leaves the rest as it is."""
     parts: Any = node.args[0]
-    if len(parts) != 2 or not last_dim(node, argument(node, 1, "dim", 0)):
+    if len(parts) != 2 or not last_dim(node, argument(node, "dim")):
         return None
     turned, rest = parts
     if not is_call(turned, kernels.rotary_embedding) or not is_single(turned):
@@ -179,7 +179,7 @@ def match_half_loss(node: fx.Node) -> Match | None:
 
 def match_whole_loss(node: fx.Node) -> Match | None:
     """Match cross_entropy(logits, target) on one tensor rank, which the kernel takes for the only one."""
-    given = name_arguments(node.target, node.args, node.kwargs)
+    given = arguments(node)
     logits, target, reduction, ignored = (given[n] for n in ("self", "target", "reduction", "ignore_index"))
     plain = given["weight"] is None and given["label_smoothing"] == 0 and reduction in REDUCTIONS
     if not plain or len(shape_of(logits)) != 2 or len(shape_of(target)) != 1:
@@ -187,8 +187,8 @@ def match_whole_loss(node: fx.Node) -> Match | None:
     narrow, cast = _narrow(logits)
     options = {"ignore_index": ignored, "reduction": REDUCTIONS[reduction]}
     options |= {"dtype": torch.float32} if cast else {}
-    arguments = (next(iter(node.graph.nodes)), narrow, target, shape_of(logits)[1])
-    return Match(Call(kernels.cross_entropy, arguments, node, options), cast)
+    args = (next(iter(node.graph.nodes)), narrow, target, shape_of(logits)[1])
+    return Match(Call(kernels.cross_entropy, args, node, options), cast)
 
 
 def _narrow(logits: Any) -> tuple[Any, list[fx.Node]]:

@@ -18,7 +18,7 @@ from autoptd.passes.fusion.activations import ANALYTIC, KNOWN, match_activation
 from autoptd.passes.fusion.patterns import Call, Match, alike, is_call, is_reshape, is_single
 from autoptd.passes.fusion.writing import ChainWriter
 from autoptd.passes.ir.names import operator_word, rename_nodes
-from autoptd.passes.ir.nodes import Propagation, info, shape_of
+from autoptd.passes.ir.nodes import Propagation, arguments, info, shape_of
 from autoptd.passes.ir.products import find_factors, read_product
 from autoptd.passes.ir.program import Program, Stage, copy_graph, find_trained
 from autoptd.passes.operators.table import OPERATORS, Trait
@@ -154,10 +154,11 @@ def _bias_gelu(node: fx.Node) -> Match | None:
 
 def _grouped_attention(node: fx.Node) -> Match | None:
     """Match fused attention of fewer key and value heads than query heads, without a mask."""
-    if not node.kwargs.get("enable_gqa") or len(node.args) > 3 or node.kwargs.get("attn_mask") is not None:
+    given = arguments(node)
+    if not given.get("enable_gqa") or given["attn_mask"] is not None or given["dropout_p"]:
         return None
-    options = {name: value for name, value in node.kwargs.items() if name in ("is_causal", "scale")}
-    return Match(Call(kernels.grouped_attention, node.args, node, options))
+    options = {name: given[name] for name in ("is_causal", "scale") if given[name] is not None}
+    return Match(Call(kernels.grouped_attention, node.args[:3], node, options))
 
 
 def _gated_product(node: fx.Node) -> Match | None:

@@ -145,16 +145,40 @@ def refuse_random(node: fx.Node, target: Any) -> None:
         )
 
 
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument of the node's call, by position or by its schema name."""
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+@cache
+def _read_parameters(target: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
+    """Return the parameters of an operator of torch, or of a Python function, and the defaults of some of these."""
+    if isinstance(target, OpOverload):
+        schema = target._schema.arguments
+        return [a.name for a in schema], {a.name: a.default_value for a in schema if a.has_default_value()}
+    own = signature(target).parameters.values()
+    return [p.name for p in own], {p.name: p.default for p in own if p.default is not p.empty}
+
+
+def place_of(target: Any, name: str) -> int | None:
+    """Return the position of a parameter of an operator or a function; None if it has none of that name."""
+    names, _ = _read_parameters(target)
+    return names.index(name) if name in names else None
 
 
 def name_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of an operator of torch by name, defaults included."""
-    arguments = target._schema.arguments
-    values = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return values | {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    """Return the arguments of a call of an operator of torch, or of a Python function, by name, defaults included.
+
+    A pass writes them by position or by keyword, and a text is read back with all by position: read one that has a
+    default here, not in ``node.args`` or ``node.kwargs``.
+    """
+    names, defaults = _read_parameters(target)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of the node's call by name, defaults included."""
+    return name_arguments(node.target, node.args, node.kwargs)
+
+
+def argument(node: fx.Node, name: str, absent: Any = None) -> Any:
+    """Return an argument of the node's call, or its default; `absent` where the operator has no such parameter."""
+    return arguments(node).get(name, absent)
 
 
 def nodes_in(value: Any) -> list[fx.Node]:
@@ -202,7 +226,7 @@ def module_path(node: fx.Node) -> str:
     if node.op != "call_function":
         return ""
     names = [str(taken.target) for taken in node.all_input_nodes if taken.op == "get_attr"]
-    return str(info(node).path or next((name.rpartition(".")[0] for name in names), ""))
+    return str(info(node).path or next((n.rpartition(".")[0] for n in names if not n.startswith("constant.")), ""))
 
 
 def walk(
@@ -246,16 +270,9 @@ def called(node: fx.Node) -> str:
     return operator_name(node.target) + (f" ({line})" if line else "")
 
 
-@cache
-def _operator_place(target: Any) -> int | None:
-    """Return the position of the operator's number among the arguments of a kernel; None if it has none."""
-    names = list(signature(target).parameters) if isfunction(target) else []
-    return names.index("operator") if "operator" in names else None
-
-
 def shaping_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of a call without the number of a dropout, which says nothing about shapes or costs."""
-    place = _operator_place(node.target)
+    place = place_of(node.target, "operator") if isfunction(node.target) else None
     return node.args if place is None else (*node.args[:place], *node.args[place + 1 :])
 
 

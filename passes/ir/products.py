@@ -1,13 +1,12 @@
 """Matrix products, read from the calls that compute them."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, aten_name, shape_of
+from autoptd.passes.ir.nodes import argument, arguments, aten_name, shape_of
 from autoptd.runtime import collectives, kernels
 
 CONVOLUTIONS = tuple(f"conv{turned}{n}d" for turned in ("", "_transpose") for n in (1, 2, 3))
@@ -61,11 +60,11 @@ def read_products(node: fx.Node) -> tuple[MatrixProduct, ...]:
     """Return the products of two tensors that a call computes: one, several of `copied_linears`, or none."""
     ours = (kernels.add_linear, kernels.linear, kernels.linear_gelu)
     if node.target in (*ours, *collectives.COPIED):
-        return _read_ours(node, bound_arguments(node))
+        return _read_ours(node, arguments(node))
     given: Any = node.args
     match aten_name(node.target):
         case "linear":
-            return (MatrixProduct(node, given[0], given[1], argument(node, 2, "bias"), contracted=1),)
+            return (MatrixProduct(node, given[0], given[1], argument(node, "bias"), contracted=1),)
         case "addmm" | "baddbmm":
             bias, x, weight = given[:3]
         case "mm" | "matmul" | "bmm":
@@ -92,11 +91,6 @@ def find_factors(node: fx.Node) -> Sequence[fx.Node]:
     first = name in CONVOLUTIONS or node.target is kernels.grouped_linear
     factors: Any = given[:2] if first else (given[0], given[2]) if name == "bilinear" else ()
     return factors  # type: ignore[no-any-return]
-
-
-def bound_arguments(node: fx.Node) -> Mapping[str, Any]:
-    """Return the arguments of a call of a Python function, such as a kernel, by their names."""
-    return inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
 
 
 def _read_ours(node: fx.Node, given: Mapping[str, Any]) -> tuple[MatrixProduct, ...]:

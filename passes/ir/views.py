@@ -9,26 +9,15 @@ from torch import Tensor, fx
 from autoptd.passes.ir.nodes import argument, operator_name, results_of, shape_of, where
 
 
-def read_dim(node: fx.Node, position: int, rank: int) -> int:
-    """Return the dimension that a call names, by default the first, counted from the front of `rank` dimensions."""
-    return int(argument(node, position, "dim", 0)) % rank
-
-
-def dim_place(node: fx.Node) -> int:
-    """Return the position of a reduction's dimensions: after the order of a norm."""
-    return 2 if operator_name(node.target) in ("aten.norm", "aten.linalg_vector_norm") else 1
-
-
-def named_dims(node: fx.Node) -> Any:
-    """Return the dimensions that a reduction names, as written; None if it is over all."""
-    given = argument(node, dim_place(node), "dim")
-    return None if given == [] or isinstance(given, bool) else given  # var(x, unbiased)
+def read_dim(node: fx.Node, rank: int) -> int:
+    """Return the dimension that a call names, counted from the front of `rank` dimensions."""
+    return int(argument(node, "dim")) % rank
 
 
 def reduced_dims(node: fx.Node, rank: int) -> list[int]:
     """Return the dimensions that a reduction of `rank` dimensions is over."""
-    given = named_dims(node) if rank else None
-    listed = range(rank) if given is None else [given] if isinstance(given, int) else given
+    given = argument(node, "dim") if rank else None
+    listed = range(rank) if given in (None, []) else [given] if isinstance(given, int) else given
     return [d % rank for d in listed]
 
 
@@ -50,13 +39,13 @@ def dim_map(node: fx.Node) -> tuple[int | None, ...]:
     elif name == "permute":
         dims = [int(d) % rank for d in arguments[1]]
     elif name == "unsqueeze":
-        dims.insert(read_dim(node, 1, rank + 1), None)
+        dims.insert(read_dim(node, rank + 1), None)
     elif name == "squeeze":
-        given = argument(node, 1, "dim", range(rank))
+        given = argument(node, "dim", range(rank))
         named = {d % rank for d in ([given] if isinstance(given, int) else given)}
         dims = [d for d in range(rank) if d not in named or own[d] != 1]
     elif name in ("select", "unbind"):
-        del dims[read_dim(node, 1, rank)]
+        del dims[read_dim(node, rank)]
     elif not shape or "keepdim" in str(getattr(node.target, "_schema", "")):
         gone = reduced_dims(node, rank)
         dims = [None if d in gone else d for d in dims if d not in gone or len(shape) == rank]
@@ -89,12 +78,12 @@ def read_cut(node: fx.Node) -> Cut:
     """Return the rows that a slice, a split or the like takes. Raises ValueError for a start that is a tensor."""
     own, made = shape_of(node.args[0]), node.meta["val"]  # type: ignore[arg-type]
     if isinstance(made, (tuple, list)):
-        dim = read_dim(node, 2, len(own))
+        dim = read_dim(node, len(own))
         return Cut(dim, 0, tuple(int(value.shape[dim]) for value in made))
-    dim, start = read_dim(node, 1, len(own)), argument(node, 2, "start") or 0
+    dim, start = read_dim(node, len(own)), argument(node, "start") or 0
     if isinstance(start, fx.Node):
         raise ValueError(f"{where(node)}: {node.target} begins at a tensor: give a number, or index_select")
-    step = argument(node, 4, "step", 1) if operator_name(node.target) == "aten.slice" else 1
+    step = argument(node, "step", 1)
     return Cut(dim, max(0, start + own[dim]) if start < 0 else start, (made.shape[dim],), step)
 
 

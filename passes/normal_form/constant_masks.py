@@ -69,7 +69,7 @@ class MaskJudge:
         elif has_trait(node, Trait.FILLS):
             args = shape, *args[1:]
         elif node.target in (aten.tril.default, aten.triu.default):
-            args = args[0], argument(node, 1, "diagonal", 0) + start
+            args = args[0], argument(node, "diagonal") + start
         elif not tagged and rules_of(node).placed is not elementwise:
             return None
         known = all(value is not None for value in rows.values())

@@ -192,7 +192,7 @@ def _read_view(view: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     piece: Any = view.args
     split, index = piece
     if split.target is aten.unbind.int:
-        return aten.select.int, (argument(split, 1, "dim", 0), index)
+        return aten.select.int, (argument(split, "dim"), index)
     cut = read_cut(split)
     start = sum(cut.lengths[:index])
     return aten.slice.Tensor, (cut.dim, start, start + cut.lengths[index])

@@ -25,7 +25,7 @@ from autoptd.runtime.program.placement import AxisPlacement, Placement, Shard
 def attention_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Attention ties batch and heads of q, k, v and the mask, and blocks sequence and head size."""
     q, k, v = (t for t in node.args[:3] if isinstance(t, fx.Node))
-    mask = argument(node, 3, "attn_mask")
+    mask = argument(node, "attn_mask")
     sizes = [axis_map.of(t) for t in (q, k, v)]
     reason = f"{called(node)} {ATTENTION}"
     (length, size), (keys, key_size), (values, value_size) = (s[-2:] for s in sizes)
@@ -46,7 +46,7 @@ def attention_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
 def _packed_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Attention inside of documents: their numbers lie along the sequence, and the batch unless samples share them."""
     own = attention_axes(axis_map, node)
-    documents = axis_map.of(node.kwargs["documents"])
+    documents = axis_map.of(argument(node, "documents"))
     for axis, mine in zip(reversed(documents), (own[-2], own[0]), strict=False):
         if axis.size != 1:
             ax.unify(axis, mine)
@@ -94,7 +94,7 @@ def _take_heads(localizer: Localizer, node: fx.Node, tensor: fx.Node, dim: int) 
 def keyed_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     """Say along which axes numbers, or the mask of a dropout, or of a softmax with one, are keyed."""
     new = same_call(localizer, node)
-    if node.target is not kernels.scaled_softmax or argument(node, 5, "p", 0.0):
+    if node.target is not kernels.scaled_softmax or argument(node, "p"):
         new.kwargs = {**new.kwargs, **key_mask(localizer, node)}
     return new
 
@@ -130,8 +130,8 @@ def _spread_heads(tensor: fx.Node, node: fx.Node, placements: proof.Placements) 
 def _softmax_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     proof.refuse_partial(node, placements)
     placement = _placed(node, placements)
-    if argument(node, 5, "p", 0.0):
-        proof.check_key(placement, argument(node, 8, "divided"), argument(node, 9, "shape"))
+    if argument(node, "p"):
+        proof.check_key(placement, argument(node, "divided"), argument(node, "shape"))
     return placement
 
 
@@ -143,7 +143,7 @@ def _rotary_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement
         return placement
     rows = ((0, turned // 2), (turned // 2, turned // 2), (0, turned))
     first, second, both = (proof.take(own, placement, *part) for part in rows)
-    if argument(node, 3, "interleaved", False) or proof.describe_runs(first) != proof.describe_runs(second):
+    if argument(node, "interleaved") or proof.describe_runs(first) != proof.describe_runs(second):
         proof.check_whole(own, placement, [placement.dim])
     tables = [(table, proof.aligned(table, shape, placements)) for table in (cos, sin)]
     proof.merge([(own, both), *tables], [*shape[:-1], turned])
@@ -200,12 +200,10 @@ _FUSED = OperatorRules(
 _SOFTMAX = OperatorRules(axes=_softmax_axes, local=keyed_local, placed=_softmax_placed, order=users_order)
 RULES: Mapping[Any, OperatorRules] = {
     aten.scaled_dot_product_attention: replace(
-        _FUSED, axes=attention_axes, local=attention_local, order=users_order, mask=(3, "attn_mask")
+        _FUSED, axes=attention_axes, local=attention_local, order=users_order, mask="attn_mask"
     ),
     kernels.grouped_attention: _FUSED,
     kernels.packed_attention: replace(_FUSED, axes=_packed_axes, local=attention_local, order=users_order),
-    kernels.scaled_softmax: replace(
-        _SOFTMAX, keeps="result", mask=(2, "mask"), traits=Trait.SOFTMAX | Trait.ANY_PLACEMENT
-    ),
+    kernels.scaled_softmax: replace(_SOFTMAX, keeps="result", mask="mask", traits=Trait.SOFTMAX | Trait.ANY_PLACEMENT),
     kernels.rotary_embedding: OperatorRules(placed=_rotary_placed, backward=_rotary_backward),
 }

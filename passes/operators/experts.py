@@ -27,8 +27,8 @@ from autoptd.runtime.program.placement import AxisPlacement, Ragged, Segment, Sh
 def _product(node: fx.Node) -> MatrixProduct:
     """Return the product of ``grouped_linear``, whose weight has one matrix for each expert."""
     given: Any = node.args
-    contracted = 1 if argument(node, 4, "transposed", False) else 2
-    return MatrixProduct(node, given[0], given[1], argument(node, 3, "bias"), contracted)
+    contracted = 1 if argument(node, "transposed") else 2
+    return MatrixProduct(node, given[0], given[1], argument(node, "bias"), contracted)
 
 
 # Axes

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, called, shape_of
-from autoptd.passes.ir.products import MatrixProduct, bound_arguments, read_products
+from autoptd.passes.ir.nodes import argument, arguments, called, shape_of
+from autoptd.passes.ir.products import MatrixProduct, read_products
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import products, proof
 from autoptd.passes.operators.attention import keyed_local
@@ -88,7 +88,7 @@ def _quantized_work(node: fx.Node, value: Value, wanted: Sequence[fx.Node] = ())
 def _sum_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """dropout(x), dropout(x + bias) + residual, and perhaps the norm of it, over the last dimension; numbers like x."""
     proof.refuse_partial(node, placements)
-    given = bound_arguments(node)
+    given = arguments(node)
     terms = [given[name] for name in ("x", "bias", "residual") if isinstance(given.get(name), fx.Node)]
     shape = shape_of(given["x"])
     placement = proof.merge([(term, proof.aligned(term, shape, placements)) for term in terms], shape)
@@ -101,7 +101,7 @@ def _sum_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
 
 def _sum_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """The gradients of the residual, and of x without a dropout, are the result's own."""
-    given = bound_arguments(node)
+    given = arguments(node)
     dropped, shape = bool(given.get("p", 0.0)), shape_of(node)
     made = [s for s in wanted if shape_of(s) != shape or (dropped and s is not given.get("residual"))]
     return differentiate(node, value, made, ())
@@ -109,7 +109,7 @@ def _sum_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wor
 
 def _norm_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """Of a sum and its norm: reads both gradients and the sum; x and the residual share theirs but for a dropout."""
-    given = bound_arguments(node)
+    given = arguments(node)
     x = given["x"]
     large = [source for source in wanted if shape_of(source) == shape_of(x)]
     made = large if given.get("p", 0.0) else large[:1]
@@ -136,7 +136,7 @@ def _reduce_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement
 
 def _copied_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """f, and the linears that read it, or a gather."""
-    if bound_arguments(node).get("gathered"):
+    if argument(node, "gathered"):
         x: Any = node.args[1]
         gathered: proof.Found = _gathered_placed(node, placements)
         return products.product_placed(node, ChainMap({x: gathered}, placements))  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def _own_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
 def _part_of(node: fx.Node) -> AxisPlacement:
     """Of a result of which each rank has a run along the dimension that its call names."""
     shape = shape_of(node)
-    dim = int(argument(node, 2, "dim")) % len(shape)
+    dim = int(argument(node, "dim")) % len(shape)
     return Shard(dim, (Segment(1, shape[dim], 1, True),))
 
 
@@ -209,7 +209,7 @@ def _copied_work(node: fx.Node, value: Value) -> Work:
 def _gathered_bytes(node: fx.Node, value: Value) -> Number:
     """Return the bytes of x of all tensor ranks together, where it is gathered first; else 0."""
     x: Any = node.args[1]
-    if not bound_arguments(node).get("gathered"):
+    if not argument(node, "gathered"):
         return 0
     rows = value.shape(node)[0][:-1] if isinstance(node.meta["val"], tuple) else value.shape(node)[:-1]
     return prod(rows) * value.shape(x)[-1] * x.meta["val"].itemsize

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoptd.passes.ir.nodes import add_node, called, describe, info
+from autoptd.passes.ir.nodes import add_node, called, describe, info, place_of
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.runtime import aten
@@ -180,13 +180,14 @@ class LayoutWriter:
         new.meta["val"] = self.find_value(new)
         return new
 
-    def write_along(self, source: Any, position: int, dims: Any) -> fx.Node:
-        """Write the operator on a new first argument, along `dims`, its argument `position`, unless that is None."""
+    def write_along(self, source: Any, dims: Any) -> fx.Node:
+        """Write the operator on a new first argument, along `dims`, unless that is None."""
         args, kwargs = fx.map_arg((self.current.args[1:], self.current.kwargs), self.restore)
+        place = place_of(self.current.target, "dim")
         if "dim" in kwargs:
             kwargs = {**kwargs, "dim": dims}
-        elif dims is not None:
-            args = (*args[: position - 1], dims, *args[position:])
+        elif dims is not None and place is not None:
+            args = (*args[: place - 1], dims, *args[place:])
         return self.write((source, *args), kwargs)
 
     def undo(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:

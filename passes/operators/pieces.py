@@ -1,7 +1,7 @@
 """Slices, splits, joins, scatters, and picks by numbers: results with some rows of a dimension, or with more."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any
@@ -51,7 +51,7 @@ def _join_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Make the joined dimension the sum of its arguments', or a new one that counts them."""
     sources: Any = node.args[0]
     stacks, parts = operator_name(node.target) == "aten.stack", [axis_map.of(s) for s in sources]
-    dim = read_dim(node, 1, len(parts[0]) + stacks)
+    dim = read_dim(node, len(parts[0]) + stacks)
     for other in parts[1:]:
         for d, pair in enumerate(zip(parts[0], other, strict=True)):
             if stacks or d != dim:
@@ -67,7 +67,7 @@ def _join_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
 def _scatter_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Replace rows of a dimension, or one, by others: it stays whole, and the rest of both is the same."""
     into, rows = axis_map.of(node.args[0]), axis_map.of(node.args[1])
-    dim = read_dim(node, 2, len(into))
+    dim = read_dim(node, len(into))
     if len(rows) < len(into):
         rows = (*rows[:dim], into[dim], *rows[dim:])
     for place, pair in enumerate(zip(into, rows, strict=True)):
@@ -141,7 +141,7 @@ def _split_local(localizer: Localizer, node: fx.Node) -> fx.Node:
     name, results = operator_name(node.target), localizer.axis_map.all_of(node)
     if not any(map(localizer.is_divided, results)):
         return localizer.copy(node)
-    dim = int(argument(node, 2, "dim", 0))
+    dim = int(argument(node, "dim"))
     sizes = [localizer.extent(axes[dim]) for axes in results]
     one = name == "aten.split" and isinstance(node.args[1], int)
     target = aten.split.Tensor if one else aten.split_with_sizes.default
@@ -168,7 +168,7 @@ def _cat_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     """Along the divided dimension the parts add up."""
     values: Any = node.args[0]  # not all_input_nodes: a value may be there twice
     sources = [n for n in values if n.meta["val"].numel()]
-    dim = read_dim(node, 1, len(shape_of(node)))
+    dim = read_dim(node, len(shape_of(node)))
     given = [proof.read(n, placements) for n in sources]
     if all(placement.dim != dim for placement in given):
         return proof.merge(list(zip(sources, given, strict=True)), shape_of(node))
@@ -181,7 +181,7 @@ def _cat_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
 
 
 def _stack_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
-    sources, dim = node.all_input_nodes, read_dim(node, 1, len(shape_of(node)))
+    sources, dim = node.all_input_nodes, read_dim(node, len(shape_of(node)))
     placement = proof.merge([(n, proof.read(n, placements)) for n in sources], shape_of(sources[0]))
     if placement.dim is None:
         return placement
@@ -216,17 +216,13 @@ def _put_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
 # The sequence-first layout
 
 
-def resize_order(position: int, default: int = 0) -> Callable[[LayoutWriter, fx.Node], Written]:
-    """Return the rule of an operator that cuts or stretches one dimension: its argument `position`, or `default`."""
-
-    def rule(writer: LayoutWriter, node: fx.Node) -> Written:
-        order, dim = writer.order(node.args[0]), argument(node, position, "dim", default)
-        if not writer.carries(node, order) or (order.merged and order.holds(dim)):
-            return None
-        placed = order.place(dim) if order.transposed else dim
-        return writer.write_along(writer.value(node.args[0]), position, placed), order.transposed
-
-    return rule
+def resize_order(writer: LayoutWriter, node: fx.Node) -> Written:
+    """Write an operator that cuts or stretches its argument along `dim`."""
+    order, dim = writer.order(node.args[0]), argument(node, "dim")
+    if not writer.carries(node, order) or (order.merged and order.holds(dim)):
+        return None
+    placed = order.place(dim) if order.transposed else dim
+    return writer.write_along(writer.value(node.args[0]), placed), order.transposed
 
 
 def _join_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -234,14 +230,14 @@ def _join_order(writer: LayoutWriter, node: fx.Node) -> Written:
     orders = [writer.order(n) for n in sources]
     transposed = [order for order in orders if order.transposed]
     out = replace(writer.order(node), transposed=bool(transposed))
-    known, dim = (transposed or [out])[0], read_dim(node, 1, len(out.shape))
+    known, dim = (transposed or [out])[0], read_dim(node, len(out.shape))
     kept = [d - (d > dim) for d in out.permutation if d != dim]  # by stack, whose dimension may part the two
     moved = any(order.pair != known.pair for order in transposed) or (out.merged and out.holds(dim))
     moved |= len(out.shape) > len(known.shape) and kept != known.permutation
     # cat takes an empty list for a tensor of any rank
     if len({len(order.shape) for order in orders}) > 1 or (transposed and (moved or out.pair is None)):
         return None
-    return writer.write_along([writer.fit(n, known) for n in sources], 1, out.place(dim)), out.transposed
+    return writer.write_along([writer.fit(n, known) for n in sources], out.place(dim)), out.transposed
 
 
 def _getitem_order(writer: LayoutWriter, node: fx.Node) -> Written:
@@ -250,8 +246,8 @@ def _getitem_order(writer: LayoutWriter, node: fx.Node) -> Written:
 
 
 _SAFE = Trait.PADDING_SAFE
-_SLICE = replace(PART, axes=_cut_axes, local=_slice_local, placed=_cut_placed, order=resize_order(1), traits=_SAFE)
-_SPLIT = replace(_SLICE, local=_split_local, order=resize_order(2))
+_SLICE = replace(PART, axes=_cut_axes, local=_slice_local, placed=_cut_placed, order=resize_order, traits=_SAFE)
+_SPLIT = replace(_SLICE, local=_split_local)
 _JOIN = OperatorRules(axes=_join_axes, order=_join_order, keeps="nothing", traits=_SAFE | Trait.LINEAR)
 
 RULES: Mapping[Any, OperatorRules] = {

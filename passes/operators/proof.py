@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import as_results, results_of, shape_of, walk
-from autoptd.passes.ir.products import bound_arguments
+from autoptd.passes.ir.nodes import argument, as_results, results_of, shape_of, walk
 from autoptd.passes.operators.quantities import tensor_arguments
 from autoptd.runtime.program.placement import AxisPlacement, Parameter, Partial, Ragged, Replicate, Segment, Shard
 
@@ -288,10 +287,10 @@ def divided(dim: int | None, found: AxisPlacement | None, whole: str) -> Rule:
     def rule(node: fx.Node, placements: Placements) -> Found:
         own: Any = node.args[1]
         placement = read(own, placements)
-        along = bound_arguments(node).get("dim", -1) if dim is None else dim
+        along = argument(node, "dim", -1) if dim is None else dim
         along %= len(shape_of(own))
         if isinstance(placement, Unknown | Shard) and placement.dim in (along, None):
-            vocabulary = bound_arguments(node)["vocabulary"]
+            vocabulary = argument(node, "vocabulary")
             if placement.extent is not None and vocabulary != placement.extent:
                 raise PlacementError(
                     f"has vocabulary={vocabulary}, where {own} has {placement.extent} rows without padding in the "

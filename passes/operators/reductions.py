@@ -35,7 +35,7 @@ def _contract_sum(axis_map: AxisMap, node: fx.Node, summed: list[ax.Axis]) -> ax
 
 
 def _topk_axes(axis_map: AxisMap, node: fx.Node) -> tuple[ax.Axes, ax.Axes]:
-    own, dim = list(axis_map.of(node.args[0])), int(argument(node, 2, "dim", -1))
+    own, dim = list(axis_map.of(node.args[0])), int(argument(node, "dim"))
     reason = f"{called(node)} picks from it"
     ax.block(own[dim], reason)
     own[dim] = ax.Axis(int(node.args[1]), blocked=reason)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def _sum_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
         return same_call(localizer, node)
     dims, dtype = reduced_dims(node, len(own)), node.meta["val"].dtype
     x = x if x.meta["val"].dtype == dtype else localizer.copy(source, args=(x, dtype), target=aten.to.dtype)
-    args = (x, dims, argument(node, 2, "keepdim", False))
+    args = (x, dims, argument(node, "keepdim"))
     total = localizer.add(aten.sum.dim_IntList, args, node, name=f"{node.name}_sum", partial=True)
     count = prod(own[d].size for d in dims)
     return localizer.add(aten.div.Tensor, (total, count), node, name=node.name, partial=True)
@@ -103,8 +103,8 @@ def _normalized_dims(node: fx.Node, rank: int) -> range:
 
 
 def _moved_dims(node: fx.Node, rank: int) -> Iterable[int]:
-    """Return the dimensions along which ``roll``, behind its shifts, or ``flip`` moves elements."""
-    return argument(node, 1 + ("roll" in str(node.target)), "dims") or range(rank)
+    """Return the dimensions along which ``roll`` or ``flip`` moves elements."""
+    return argument(node, "dims") or range(rank)
 
 
 _REDUCTION = OperatorRules(axes=mapped_axes("reduces over it"), placed=over_placed(reduced_dims), order=drop_order)
@@ -116,7 +116,7 @@ _SUM = replace(
     keeps="nothing",
     traits=Trait.LINEAR | Trait.PADDING_SAFE | Trait.KNOWS_SIZE,
 )
-_CUMSUM = _over(lambda node, rank: [int(argument(node, 1, "dim", -1))], RUNS, order=resize_order(1))
+_CUMSUM = _over(lambda node, rank: [int(argument(node, "dim"))], RUNS, order=resize_order)
 _NORM = _over(_normalized_dims, "normalises over it", order=rows_order, copies=contiguous_copies)
 
 
@@ -126,7 +126,7 @@ RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.amax, aten.amin, aten.any, aten.all), _REDUCTION),
     **dict.fromkeys((aten.var, aten.std, aten.norm, aten.linalg_vector_norm), _REDUCTION),
     aten.min: replace(_REDUCTION, order=None),
-    aten.topk: OperatorRules(axes=_topk_axes, order=resize_order(2, -1), keeps="nothing"),
+    aten.topk: OperatorRules(axes=_topk_axes, order=resize_order, keeps="nothing"),
     aten.cumsum: _CUMSUM,
     # No weights, instead of nan, for a query that sees no key.
     aten._safe_softmax: replace(_CUMSUM, keeps="result", traits=Trait.SOFTMAX),

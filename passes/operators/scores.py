@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, called, name_arguments, shape_of
+from autoptd.passes.ir.nodes import argument, arguments, called, shape_of
 from autoptd.passes.ir.views import contiguous_copies, reduced_dims
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
@@ -34,12 +34,12 @@ REDUCTIONS = ("none", "mean", "sum")
 
 def _softmax_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     own = axis_map.of(node.args[0])
-    axis_map.contract_classes(node, own[int(argument(node, 1, "dim"))], RUNS)
+    axis_map.contract_classes(node, own[int(argument(node, "dim"))], RUNS)
     return own
 
 
 def _contract(axis_map: AxisMap, node: fx.Node, over: list[ax.Axis]) -> ax.Axis | None:
-    if len(over) != 1 or argument(node, 1, "dim") is None:
+    if len(over) != 1 or argument(node, "dim") is None:
         return None
     axis_map.contract_classes(node, over[0], "reduces over it")
     return over[0]
@@ -47,7 +47,7 @@ def _contract(axis_map: AxisMap, node: fx.Node, over: list[ax.Axis]) -> ax.Axis 
 
 def _loss_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Compare rows of [N, classes] with N labels."""
-    logits, target, weight = axis_map.of(node.args[0]), axis_map.of(node.args[1]), argument(node, 2, "weight")
+    logits, target, weight = axis_map.of(node.args[0]), axis_map.of(node.args[1]), argument(node, "weight")
     whole = axis_map.of(weight) if isinstance(weight, fx.Node) else ()
     if len(logits) == 2 and len(target) == 1:
         ax.unify(logits[0], target[0])
@@ -97,8 +97,8 @@ def _softmax(localizer: Localizer, node: fx.Node, axis: ax.Axis, *, logarithm: b
     def write(target: Any, *args: Any) -> fx.Node:
         return localizer.copy(node, args=args, target=target)
 
-    x, dim, dtype = localizer.whole(node.args[0]), argument(node, 1, "dim"), node.meta["val"].dtype
-    if argument(node, 2, "dtype") not in (None, False, x.meta["val"].dtype):
+    x, dim, dtype = localizer.whole(node.args[0]), argument(node, "dim"), node.meta["val"].dtype
+    if x.meta["val"].dtype != dtype:
         x = write(aten.to.dtype, x, dtype)
     args = (localizer.rank, x, dim, axis.size, True)
     total = localizer.add(kernels.logsumexp, args, node, name=f"{node.name}_total")
@@ -111,7 +111,7 @@ def _softmax(localizer: Localizer, node: fx.Node, axis: ax.Axis, *, logarithm: b
 def _logsumexp_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
     x, dtype = localizer.whole(node.args[0]), node.meta["val"].dtype
     (dim,) = reduced_dims(node, x.meta["val"].dim())
-    args = (localizer.rank, x, dim, axis.size, argument(node, 2, "keepdim", False))
+    args = (localizer.rank, x, dim, axis.size, argument(node, "keepdim"))
     made = localizer.add(kernels.logsumexp, args, node, name=node.name)
     same = made.meta["val"].dtype == dtype
     return made if same else localizer.add(aten.to.dtype, (made, dtype), node, name=node.name)
@@ -119,8 +119,8 @@ def _logsumexp_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.N
 
 def _maximum_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
     """Both results of ``max``, of which ``argmax`` is the second."""
-    keep, x = bool(argument(node, 2, "keepdim", False)), localizer.whole(node.args[0])
-    args = (localizer.rank, x, argument(node, 1, "dim"), axis.size, keep)
+    keep, x = argument(node, "keepdim"), localizer.whole(node.args[0])
+    args = (localizer.rank, x, argument(node, "dim"), axis.size, keep)
     made = localizer.add(kernels.maximum, args, node, name=node.name)
     several = isinstance(node.meta["val"], (tuple, list))
     return made if several else localizer.add(operator.getitem, (made, 1), node, name=node.name)
@@ -140,7 +140,7 @@ def _one_hot_local(localizer: Localizer, node: fx.Node) -> fx.Node:
 
 
 def _loss_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
-    given = fx.map_arg(name_arguments(node.target, node.args, node.kwargs), localizer.whole)
+    given = fx.map_arg(arguments(node), localizer.whole)
     logits, target, ignored = (given[name] for name in ("self", "target", "ignore_index"))
     kernel = kernels.cross_entropy if "label_smoothing" in given else kernels.nll_loss
     args = (localizer.rank, logits, target, axis.size, ignored, REDUCTIONS[given["reduction"]])
@@ -151,7 +151,7 @@ def _loss_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
 
 def _lookup_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node:
     """Vocabulary-parallel lookup: each rank looks up what its rows hold, the sum is the embedding."""
-    padding = argument(node, 2, "padding_idx", -1)
+    padding = argument(node, "padding_idx")
     known = (axis.size, padding) if padding >= 0 else (axis.size,)
     args = (localizer.rank, localizer.whole(node.args[0]), localizer.whole(node.args[1]), *known)
     return localizer.add(kernels.embedding, args, node, name=node.name, partial=True)
@@ -243,8 +243,8 @@ _OURS = Trait.ANY_PLACEMENT | Trait.SUMS_RANKS
 _SOFTMAX = OperatorRules(
     axes=_softmax_axes,
     local=if_divided(_softmax),
-    placed=over_placed(lambda node, rank: [int(argument(node, 1, "dim"))]),
-    order=resize_order(1),
+    placed=over_placed(lambda node, rank: [int(argument(node, "dim"))]),
+    order=resize_order,
     keeps="result",
     traits=_CLASSES | Trait.SOFTMAX,
 )

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import as_results, called, results_of, shape_of
-from autoptd.passes.ir.views import dim_map, dim_place, float_bytes, is_view, named_dims, read_padding
+from autoptd.passes.ir.nodes import argument, as_results, called, results_of, shape_of
+from autoptd.passes.ir.views import dim_map, float_bytes, is_view, read_padding
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import AxisMap, regroup
@@ -144,10 +144,10 @@ def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> W
     dims = [d for d in range(len(order.shape)) if d not in kept]
     if picks and order.merged and any(map(order.holds, dims)):
         return None
-    named = dims[0] if picks else named_dims(node)
+    named = dims[0] if picks else argument(node, "dim")
     if order.transposed and named is not None:
         named = order.place(named) if isinstance(named, int) else [order.place(d) for d in dims]
-    new = writer.write_along(writer.value(node.args[0]), dim_place(node), named)
+    new = writer.write_along(writer.value(node.args[0]), named)
     if None in kept and sum(map(order.holds, dims)) == 1:
         new = writer.permute(new, order.permutation, f"{node.name}_bs")
     return new, order.transposed and not any(map(order.holds, dims)) and writer.carries(node, order)
@@ -156,8 +156,7 @@ def drop_order(writer: LayoutWriter, node: fx.Node, *, picks: bool = False) -> W
 def _pad_order(writer: LayoutWriter, node: fx.Node) -> Written:
     """Padding is given from the last dimension backwards, a pair of numbers each."""
     source, order, pairs = node.args[0], writer.order(node.args[0]), read_padding(node)
-    mode: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("mode", "constant")
-    if (isinstance(mode, str) and mode != "constant") or not writer.carries(node, order):
+    if argument(node, "mode", "constant") != "constant" or not writer.carries(node, order):
         return None
     flat = [n for d in reversed(order.permutation) for n in pairs[d]] if order.transposed else node.args[1]
     return writer.write((writer.value(source), flat, *node.args[2:]), node.kwargs), order.transposed

@@ -84,7 +84,7 @@ class _Mixture:
             change_info(node, placement=ragged)
         linears = [node for node in inside if node.target is kernels.grouped_linear]
         self.readers.update(linears)
-        weights = (value for node in linears for value in (node.args[1], argument(node, 3, "bias")))
+        weights = (value for node in linears for value in (node.args[1], argument(node, "bias")))
         return dict(self._divide_parameter(value, parameters) for value in weights if value is not None)
 
     def _walk(self, dispatch: fx.Node, combine: fx.Node) -> Iterator[fx.Node]:

@@ -52,7 +52,7 @@ def _read(f: fx.Node, trained: Container[fx.Node]) -> tuple[list[MatrixProduct],
     """Return the readers of f, in graph order; or why it stays."""
     users = sorted(f.users)
     views = [user for user in users if is_reshape(user)]
-    if f.target is collectives.gather_to_tensor and (views or argument(f, 2, "dim") != 0):
+    if f.target is collectives.gather_to_tensor and (views or argument(f, "dim") != 0):
         return [], "of what is gathered in another order than it is read"
     if views and views == users:
         if len({shape_of(view) for view in views}) > 1 or shape_of(views[0])[-1] != shape_of(f)[-1]:
@@ -110,7 +110,7 @@ def _without_gelu(reader: MatrixProduct) -> fx.Node:
 
 def _approximation(reader: MatrixProduct) -> dict[str, Any]:
     """Of a GELU, as a keyword, where it is not the default."""
-    chosen = argument(reader.node, 3, "approximate", "none")
+    chosen = argument(reader.node, "approximate")
     return {} if chosen == "none" else {"approximate": chosen}
 
 
