@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,28 @@ from autoptd.gc_pause import collect_garbage, paused_collector
 from autoptd.loss import describe_means
 from autoptd.options import Options
 from autoptd.pass_list import run_passes, select_passes
+from autoptd.passes.cost.call_work import count_flops
 from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.program import Program
-from autoptd.passes.stages.cut import align_cut, cut_at, find_cut, fit_cut
+from autoptd.passes.stages.cut import align_cut, cut_at, describe_cut
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.solver import Cut
+from autoptd.planning.layer_costs import LayerCosts
 from autoptd.planning.search import plan
+from autoptd.planning.stage_cut import find_cut
 from autoptd.progress import Say, show_progress
 from autoptd.runtime.launch import end_with_launcher
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import check_shape, make_schedule
 from autoptd.runtime.user_warnings import warn_caller
-from autoptd.simulate.stage_times import count_flops
+from autoptd.simulate.step import Training
 from autoptd.text.writer import emit_texts, keep_text
 from autoptd.weights.deferred_init import read_initial
+
+MOST_CUTS = 3  # programs that are made of one model, each cut in less memory than the one before
+Search = Callable[[int | None], tuple[Cut, Sequence[int]]]  # a cut within a limit, and the bytes of its ranks
 
 
 def compile(
@@ -63,10 +69,15 @@ def compile(
     world_size: int | None = None,
     global_batch: int | None = None,
     cluster: Cluster | str | Path | None = None,
+    dtype: str | None = None,
+    overlap: bool = True,
+    zero: int = 0,
+    wide_gradients: bool = True,
 ) -> CompiledProgram:
     """Compile a plain model into the program that trains it on ``tensor x pipeline x data`` devices.
 
-    Runs anywhere: no GPU, no process group. `model` is never modified; its weights may be on the meta device.
+    Runs anywhere: no GPU, no process group. `model` is never modified; its weights may be on the meta device. Raises
+    TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
 
     Args:
         model: an nn.Module or fx.GraphModule that returns its loss (or its output, with `loss_fn`).
@@ -90,25 +101,20 @@ def compile(
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
         initializer: initialises the model in place, for one on the meta device whose constructor does not say it.
         cluster: balances stages by its times, in its memory if any cut fits; default "dgx-a100", of any memory.
-
-    Raises TypeError or ValueError for what the user gave, `ProgramError` if the result contradicts itself.
+        dtype, overlap, zero, wide_gradients: how steps will run there, which the cut relies on: see `simulate`.
     """
     end_with_launcher()  # compiling takes its time, and comes before bind
     options.check_seed(seed)
     needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
-    options.check_planned(mesh, needed, num_microbatches, expert)
-    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "num_model_chunks": num_model_chunks}
-    given |= {"microbatch_size": microbatch_size, "scatter_gather": scatter_gather, "device": device}
-    given |= {"fuse": fuse, "layout": layout, "rules": rules, "schedule": schedule, "recompute": recompute}
-    given["sequence_parallel"] = sequence_parallel
+    auto = options.check_planned(mesh, needed, num_microbatches, expert)
+    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "layout": layout, "rules": rules, "fuse": fuse}
+    given |= {"microbatch_size": microbatch_size, "num_model_chunks": num_model_chunks, "recompute": recompute}
+    given |= {"scatter_gather": scatter_gather, "sequence_parallel": sequence_parallel, "schedule": schedule}
+    given |= {"device": device, "dtype": dtype, "overlap": overlap, "zero": zero, "wide_gradients": wide_gradients}
     options.check_outputs(outputs)
     own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster, "outputs": outputs}
-    if isinstance(mesh, str) and mesh == "auto":
-        plans = plan(model, **needed, **given)
-        programs = (_compile(model, **{**given, **own, **one.options}) for one in plans if one.simulated)
-        first, known = next(programs), Cluster.load(own["cluster"])  # plans are estimates: the first that fits
-        return next((one for one in chain((first,), programs) if one.simulate(known).fits), first)
-    return _compile(model, mesh, num_microbatches=num_microbatches, expert=expert, **given, **own)
+    own |= {"mesh": mesh, "num_microbatches": num_microbatches, "expert": expert}
+    return _compile(model, **{**given, **own, **(plan(model, **needed, **given)[0].options if auto else {})})
 
 
 @paused_collector()
@@ -124,6 +130,7 @@ def _compile(
     defaults = {"schedule": "interleaved_1f1b", "num_microbatches": 8 * known.pipeline, "recompute": "none"}
     job |= {name: value for name, value in defaults.items() if job[name] is None}
     job["cluster"] = None if job["cluster"] is None else Cluster.load(job["cluster"])
+    job["training"] = Training(*(job.pop(name) for name in ("overlap", "zero", "wide_gradients")))
     chosen = Options(**{field.name: job.pop(field.name) for field in fields(Options)})
     options.check_modes(schedule=job["schedule"], recompute=chosen.recompute, layout=chosen.layout)
     by_tokens = chosen.sequence_parallel
@@ -139,9 +146,7 @@ def _compile(
         collect_garbage()
         with leave_autocast():
             # The call alone holds the search, and drops it when it is no longer needed.
-            positions, first = fit_program(
-                settled.search(divided), lambda cut: settled.finish(divided, cut.positions, cut.entry), chosen.cluster
-            )
+            positions, first = settled.fit(divided, settled.search(divided))
         further = []
         for number, example in enumerate(examples[1:], 1):
             with input_shapes.naming_shape(number, example):
@@ -171,6 +176,8 @@ class _Job:
     outputs: Outputs
     scatter_gather: bool
     num_model_chunks: int | None
+    dtype: str | None
+    training: Training
     seed: int
     initializer: Callable[[nn.Module], object] | None
 
@@ -189,24 +196,58 @@ class _Job:
             program = run_passes(select_passes(self.options, "divide"), program, self.say, keep_text)
         return program if first is None else input_shapes.keep_whole(program, first)
 
-    def search(self, divided: Program) -> Callable[[Sequence[int]], Cut]:
-        """Return the search for a cut of the `divided` program (see `fit_cut`), which alone holds the kernels it times.
+    def search(self, divided: Program) -> Search:
+        """Return the search for a cut of the `divided` program in a limit, which alone holds the kernels it times.
 
         Raises ValueError, before any search, for a schedule that cannot run on the pipeline ranks.
         """
         self.say("finish uncut")
         p, m = self.mesh.pipeline, self.num_microbatches
         fused_order = FusedOrder(divided, select_passes(self.options, "finish"))
+        precision = Precision.of(divided.stages, self.dtype)
+        costs = LayerCosts(fused_order, 0, Durations(self.cluster, self.mesh, precision, self.training.overlap))
         interleaves = self.schedule == "interleaved_1f1b" and m % p == 0 and p > 1
-        chunks = self.num_model_chunks or (2 if interleaves and fused_order.units >= 2 * p else 1)
+        chunks = self.num_model_chunks or (2 if interleaves and costs.units >= 2 * p else 1)
         check_shape(self.schedule, p, m, chunks)
-        job: Any = {"schedule": self.schedule, "num_microbatches": m, "cluster": self.options.cluster}
+        run: Any = {"training": self.training, "scatter_gather": self.scatter_gather}
 
-        def find(reserved_bytes: Sequence[int]) -> Cut:
+        def find(limit: int | None) -> tuple[Cut, Sequence[int]]:
             self.say("cut stages")
-            return find_cut(fused_order, num_stages=p * chunks, reserved_bytes=reserved_bytes, **job)
+            return find_cut(costs, self.mesh, self.schedule, m, chunks, limit=limit, **run)
 
         return find
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster by whose times stages are balanced."""
+        return self.options.cluster or Cluster.load("dgx-a100")
+
+    def fit(self, divided: Program, find: Search) -> tuple[tuple[int, ...], CompiledProgram]:
+        """Return a cut and its program, within the memory of a given cluster if one is found. Warns if none is."""
+        if self.options.cluster is None:
+            found, _ = find(None)
+            del find  # and the kernels that it timed, before the program is made
+            return found.positions, self.finish(divided, found.positions, self._describe(found))
+        limit = most = int(self.cluster.device.memory_bytes)
+        for _ in range(MOST_CUTS):
+            found, held = find(limit)
+            none = f"; no cut was found to fit in {most / 1e9:.4g} GB a rank" * (max(held) > limit)
+            program = self.finish(divided, found.positions, self._describe(found) + none)
+            memory = program.simulate(self.cluster, self.dtype, **vars(self.training)).memory_bytes
+            over = max(memory) - most
+            if over <= 0 or max(held) > limit:
+                break
+            limit -= over  # which the sums of items did not know
+        if over > 0:
+            warn_caller(
+                f"the program does not fit {self.cluster.name}: pipeline rank {memory.index(max(memory))} holds "
+                f"{max(memory):,} bytes, {over:,} more than a device's {most:,}, and no better cut was found; more "
+                'pipeline ranks, a smaller microbatch or recompute="full" hold less (see autoptd.plan)'
+            )
+        return found.positions, program
+
+    def _describe(self, cut: Cut) -> str:
+        return describe_cut(cut, self.mesh.pipeline, self.cluster.name)
 
     def finish(self, divided: Program, positions: Sequence[int], entry: str, shape: int = 0) -> CompiledProgram:
         """Cut the `divided` program at `positions`, rewrite its stages, emit and check their texts."""
@@ -232,30 +273,3 @@ class _Job:
             entry = f"check does not cover {len(uncovered)} operators, so verify: {uncovered[0]}"
             result = replace(result, log=(*result.log, entry))
         return result
-
-
-def fit_program(
-    find: Callable[[Sequence[int]], Cut], build: Callable[[Cut], CompiledProgram], cluster: Cluster | None
-) -> tuple[tuple[int, ...], CompiledProgram]:
-    """Return a cut and its program, within the memory of a given `cluster` if possible.
-
-    `find` and `build` are those of `fit_cut`. Warns if no cut fits.
-    """
-    if cluster is None:
-        found = find(())
-        del find  # and the kernels that it timed, before the program is made
-        return found.positions, build(found)
-    limit = int(cluster.device.memory_bytes)
-
-    def make(found: Cut) -> tuple[CompiledProgram, Sequence[int]]:
-        program = build(found)
-        return program, program.simulate(cluster).memory_bytes
-
-    found, program, memory = fit_cut(find, make, limit)
-    if (held := max(memory)) > limit:
-        warn_caller(
-            f"the program does not fit {cluster.name}: pipeline rank {memory.index(held)} holds {held:,} bytes, "
-            f"{held - limit:,} more than a device's {limit:,}, and no better cut was found; more pipeline ranks, a "
-            'smaller microbatch or recompute="full" hold less (see autoptd.plan)'
-        )
-    return found.positions, program

@@ -131,8 +131,8 @@ def check_free_counts(**counts: object) -> None:
     check_counts(**{name: value for name, value in counts.items() if value is not None})
 
 
-def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: object, expert: object) -> None:
-    """Raise ValueError if an argument `needed` for mesh="auto" is missing, or one contradicts the mesh."""
+def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: object, expert: object) -> bool:
+    """Return whether the mesh is "auto"; raise ValueError if an argument `needed` for that is missing, or unfit."""
     if isinstance(mesh, str) and mesh == "auto":
         if missing := [f"{name}=" for name, value in needed.items() if value is None]:
             raise ValueError(
@@ -144,7 +144,8 @@ def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: 
             raise ValueError(f'num_microbatches= does not go with mesh="auto", where {why}')
         if expert is not None:
             raise ValueError('expert= does not go with mesh="auto", which chooses it: leave it out')
-        return
+        return True
     for name in ("world_size", "global_batch"):
         if needed[name] is not None:
             raise ValueError(f'{name}= goes with mesh="auto" only: leave it out with mesh={mesh!r}')
+    return False

@@ -203,15 +203,15 @@ def test_a_plan_divides_experts_over_data_ranks_where_they_do_not_fit() -> None:
     ids = torch.ones(1, 32, dtype=torch.long)
     cluster = Cluster.load("dgx-a100")
     small = replace(cluster, device=replace(cluster.device, memory_bytes=60e6))
-    given: Any = {"example_inputs": {"input_ids": ids, "labels": ids}, "cluster": small}
-    best, *others = autoptd.plan(model, world_size=4, global_batch=8, max_tensor=1, **given)
+    given: Any = {"example_inputs": {"input_ids": ids, "labels": ids}}
+    best, *others = autoptd.plan(model, world_size=4, global_batch=8, max_tensor=1, cluster=small, **given)
     assert (best.data, best.expert) == (4, 4)
     assert not next(own for own in others if own.data == 4 and not own.expert).fits
     program = autoptd.compile(model, **best.options, **given)
     simulated = program.simulate(small)
     assert best.step_seconds == pytest.approx(simulated.step_seconds, rel=0.02)
     assert best.memory_bytes == pytest.approx(max(simulated.memory_bytes), rel=0.05)
-    whole = autoptd.compile(model, (1, 1, 4), **given).simulate(small)
+    whole = autoptd.compile(model, (1, 1, 4), cluster=small, **given).simulate(small)
     (line,) = (one for one in program.explain(small).changes if "whole on each replica" in one.what)
     assert line.memory_bytes == pytest.approx(max(whole.memory_bytes), rel=0.05)
 

@@ -63,7 +63,7 @@ IMPORTS = {
         "normal_form": "ir operators",
         "operators": "ir",
         "recompute": "cost ir operators structure",
-        "stages": "cost ir operators structure",
+        "stages": "cost ir structure",
         "structure": "ir",
         "tensor_parallel": "attention cost fusion ir normal_form operators",
     },

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autoptd
 from autoptd.compiled import CompiledProgram
+from autoptd.passes.cost.call_work import count_flops
 from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.program import find_trained
 from autoptd.runtime import collectives, kernels
-from autoptd.simulate.stage_times import count_flops
 from samples.gpt import GPTConfig
 from samples.huggingface import make_gpt2, make_llama
 from tests.ranks import run_ranks

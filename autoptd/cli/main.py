@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -73,10 +73,11 @@ def _plan(args: argparse.Namespace) -> Outcome:
         raise ValueError(f"--top is {args.top}: expected a positive number of plans")
     plans = plan(make_model(args.model), **_given(args, plan))
     meshes = [(own.tensor, own.pipeline, own.data) for own in plans]
-    options = {**plans[0].options, "mesh": ",".join(map(str, meshes[0])), "cluster": args.cluster}
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options, plain = {**plans[0].options, "mesh": ",".join(map(str, meshes[0]))}, inspect.signature(compile).parameters
+    chosen = [(name.replace("_", "-"), own) for name, own in options.items() if own != plain[name].default]
+    words = [word for name, own in chosen for word in ([f"--no-{name}"] if own is False else [f"--{name}", str(own)])]
     command = shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])
-    found = [{"mesh": mesh, **asdict(own)} for mesh, own in zip(meshes, plans, strict=True)]
+    found = [{"mesh": mesh, **asdict(replace(own, given={}))} for mesh, own in zip(meshes, plans, strict=True)]
     return Outcome(found[: args.top], lambda console: tables.print_plans(console, plans, args.top, command))
 
 
@@ -267,7 +268,7 @@ COMMANDS: Mapping[Callable[[argparse.Namespace], Outcome], str] = {
     _plan: f"model --world-size! --global-batch! {STEP} --max-tensor --microbatch-size --num-model-chunks --schedule "
     "--recompute --top",
     _compile: "model --mesh! --output! --microbatch-size --num-microbatches --num-model-chunks --schedule --recompute "
-    "--expert --seed --world-size --global-batch --cluster",
+    f"--expert --seed --world-size --global-batch {STEP.replace('!', '')}",
     _inspect: "program",
     _simulate: f"program {STEP} --trace --svg",
     _verify: "program --model! --seed",

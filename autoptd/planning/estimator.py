@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from torch import nn
 from autoptd.capture.example_inputs import read_examples
 from autoptd.capture.export import capture, check_model
 from autoptd.capture.quantized_modules import read_quantized
-from autoptd.gc_pause import paused_collector
 from autoptd.options import Options, fold_experts
 from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost import schedule_times
@@ -27,16 +24,14 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.ir.program import Passes, Program
 from autoptd.passes.operators.axes import IndivisibleError
-from autoptd.passes.stages.cut import fit_cut
 from autoptd.passes.stages.fused_order import FusedOrder
-from autoptd.passes.stages.solver import Cut
 from autoptd.planning.layer_costs import LayerCosts
-from autoptd.planning.plan import Candidate
+from autoptd.planning.plan import Candidate, Key
 from autoptd.planning.shortened_model import shorten_model
+from autoptd.planning.stage_cut import find_cut
 from autoptd.progress import show_progress
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.schedule import Action, Kind, Schedule, make_schedule
 from autoptd.simulate.stage_times import StageTimes
 from autoptd.simulate.step import Training, action_times, check_ranks, simulate_times
 
@@ -58,8 +53,7 @@ class Estimate:
 class Estimator:
     """Estimates of one model on `world_size` devices of one cluster.
 
-    `training` is how steps are run. With `search` stages are cut as `compile` does, which takes a second where ranks
-    have several; without, the slowest stage is as fast as can be. The other arguments are those of `autoptd.compile`.
+    `training` is how steps are run. The other arguments are those of `autoptd.compile`.
     """
 
     def __init__(
@@ -74,12 +68,11 @@ class Estimator:
         loss_fn: Callable[..., torch.Tensor] | None = None,
         scatter_gather: bool = True,
         options: Options = DEFAULTS,
-        search: bool = False,
     ) -> None:
         check_ranks(cluster, world_size)
         self.cluster, self._world_size = cluster, world_size
         self.training = training or Training()
-        self._dtype, self._search = dtype, search
+        self._dtype = dtype
         model = read_quantized(model)
         check_model(model)
         self._examples = read_examples(model, example_inputs, loss_fn, None)
@@ -88,13 +81,8 @@ class Estimator:
         self._scatter_gather, self._options = scatter_gather, options
         self._programs: dict[tuple[object, ...], Program] = {}  # captured, arranged, divided
         self._rows: dict[tuple[int, int | None, str | int, int], LayerCosts] = {}
+        self._exchanging: dict[tuple[Key, Mesh], LayerCosts] = {}
         self._stages: dict[Candidate, Divided] = {}
-
-    def searching(self) -> Estimator:
-        """Return the same estimator with `search`; both share their measurements."""
-        other = copy(self)
-        other._search, other._stages = True, {}
-        return other
 
     @property
     def example_size(self) -> int | None:
@@ -132,40 +120,32 @@ class Estimator:
         turn = min(m, count + p * math.ceil((seconds - busy) / (work - slope) / p))
         return self._walk(candidate, turn)[0] + (m - turn) * work
 
+    def fit(self, candidate: Candidate, limit: int | None, *, search: bool = False) -> Estimate:
+        """Estimate a step that is cut within `limit` bytes a rank if possible.
+
+        With `search` it is cut as `compile` does, which takes a second where ranks have several stages; without, the
+        slowest stage is as fast as can be.
+        """
+        self._stages[candidate] = self._divide_stages(candidate, limit, search)
+        estimate = self.estimate(candidate)
+        del self._stages[candidate]  # another limit has another cut
+        return estimate
+
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Estimate a step and its parts; raise ValueError for an impossible candidate."""
+        """Estimate a step and its parts, of stages without a limit; raise ValueError for an impossible candidate."""
         p, m = candidate.pipeline, candidate.num_microbatches
-        row, (manifest, times) = self._divide_stages(candidate)
+        manifest, times = self._known_stages(candidate)
         count = self._shares(candidate)[0][0]
-        schedule, order = _schedule(candidate.schedule, p, count, candidate.num_model_chunks)
+        schedule, order = schedule_times.order_actions(candidate.schedule, p, count, candidate.num_model_chunks)
         manifest = replace(manifest, num_microbatches=count)
-        short = simulate_times(manifest, times, schedule, order, self.cluster, row.precision, self.training)
+        precision = self._row(candidate).precision
+        short = simulate_times(manifest, times, schedule, order, self.cluster, precision, self.training)
         walked = max(row[-1].end for row in short.timeline)
         seconds = short.step_seconds + self.pipeline_seconds(candidate) - walked
         repeated = ("compute", "tensor", "pipeline")
         breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
         breakdown["bubble"] += seconds - sum(breakdown.values())
         return Estimate(seconds, breakdown, short.memory_bytes)
-
-    def fit(self, candidate: Candidate, limit: int) -> Estimate:
-        """Estimate a step that is cut within `limit` bytes a rank if possible."""
-        mesh, v, training = candidate.mesh, candidate.num_model_chunks, self.training
-        row = self.measure(*candidate.key)
-        schedule, _ = _schedule(candidate.schedule, mesh.pipeline, self._shares(candidate)[0][0], v)
-        lasting = self.cluster.device.has_graphs
-        alive = schedule_times.live_microbatches(schedule, mesh.pipeline * v, lasting=lasting)
-        memory = row.memory(alive, training.states(row.precision, mesh.data), [0] * mesh.pipeline, limit)
-
-        def find(reserved: Sequence[int]) -> Cut:
-            return row.fit(mesh, v, replace(memory, reserved=reserved or memory.reserved))
-
-        def make(found: Cut) -> tuple[Estimate, Sequence[int]]:
-            self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, found.positions)
-            estimate = self.estimate(candidate)
-            del self._stages[candidate]  # another limit has another cut
-            return estimate, estimate.memory_bytes
-
-        return fit_cut(find, make, limit)[1]
 
     def _shares(self, candidate: Candidate) -> Sequence[tuple[int, float]]:
         """Return counts of microbatches and the shares with which their steps add up to the step of m microbatches.
@@ -181,9 +161,9 @@ class Estimator:
 
     def _walk(self, candidate: Candidate, microbatches: int) -> tuple[float, float, float]:
         """Return the seconds of a schedule; of the rank that decides longer ones, those busy, and per microbatch."""
-        _, (_, times) = self._divide_stages(candidate)
+        _, times = self._known_stages(candidate)
         p, more = candidate.pipeline, candidate.num_microbatches - microbatches
-        _, order = _schedule(candidate.schedule, p, microbatches, candidate.num_model_chunks)
+        _, order = schedule_times.order_actions(candidate.schedule, p, microbatches, candidate.num_model_chunks)
         blocking = not self.training.overlap
         taken = action_times(times, blocking=blocking)
         first: dict[int, float] = {}
@@ -195,17 +175,27 @@ class Estimator:
         seconds = max(last.values())
         ranks = (
             (seconds - max(0.0, last[rank] - first[rank] - work * microbatches), work)
-            for rank, work in enumerate(rank_seconds(taken, p))
+            for rank, work in enumerate(schedule_times.rank_seconds(taken, p))
         )
         return seconds, *max(ranks, key=lambda rank: rank[0] + more * rank[1])
 
-    def _divide_stages(self, candidate: Candidate) -> tuple[LayerCosts, Divided]:
-        row = self.measure(*candidate.key)
+    def _known_stages(self, candidate: Candidate) -> Divided:
         if candidate not in self._stages:
-            mesh, v = candidate.mesh, candidate.num_model_chunks
-            cut = row.cut(mesh, v, (candidate.schedule, candidate.num_microbatches) if self._search else None)
-            self._stages[candidate] = row.divide(mesh, v, self._scatter_gather, cut)
-        return row, self._stages[candidate]
+            self._stages[candidate] = self._divide_stages(candidate)
+        return self._stages[candidate]
+
+    def _divide_stages(self, candidate: Candidate, limit: int | None = None, search: bool = False) -> Divided:
+        row, mesh, v = self._row(candidate), candidate.mesh, candidate.num_model_chunks
+        given: Any = {"limit": limit, "training": self.training, "scatter_gather": self._scatter_gather}
+        cut, _ = find_cut(row, mesh, candidate.schedule, candidate.num_microbatches, v, search=search, **given)
+        return row.divide(mesh, v, self._scatter_gather, cut.positions)
+
+    def _row(self, candidate: Candidate) -> LayerCosts:
+        """Return the costs of a candidate's calls; those that send rows to experts depend on where its ranks are."""
+        row, place = self.measure(*candidate.key), (candidate.key, candidate.mesh)
+        if candidate.expert and place not in self._exchanging:
+            self._exchanging[place] = row.on(candidate.mesh)
+        return self._exchanging.get(place, row)
 
     def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int, expert: int) -> LayerCosts:
         divided = self._once(self._divide, tensor, microbatch_size, expert or tensor)
@@ -240,21 +230,3 @@ class Estimator:
     def _rewrite(self, program: Program, mesh: Mesh, passes: Passes) -> Program:
         with show_progress("plan") as say:
             return run_passes(passes, replace(program, mesh=mesh), say)
-
-
-@lru_cache(maxsize=16)
-@paused_collector()
-def _schedule(
-    name: str, pipeline: int, microbatches: int, chunks: int
-) -> tuple[Schedule, Sequence[tuple[int, Action]]]:
-    schedule = make_schedule(name, pipeline, microbatches, chunks)
-    return schedule, schedule_times.walking_order(schedule)
-
-
-def rank_seconds(times: schedule_times.ActionTimes, num_ranks: int) -> list[Any]:
-    """Return the time of each rank's own actions on one microbatch, with messages where they hold up their sender."""
-    stages = range(len(times.by_kind[Kind.FORWARD]))
-    holding = {k: row for k, row in times.by_kind.items() if k.computes or (times.blocking and num_ranks > 1)}
-    rows = [(row, 0 if kind.computes else kind.direction) for kind, row in holding.items()]
-    seconds = [sum(row[stage] for row, way in rows if stage + way in stages) for stage in stages]
-    return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]

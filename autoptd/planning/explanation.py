@@ -100,7 +100,7 @@ def explain_program(
     if model is not None and options is not None and not reordered:
         known = model, simulation.cluster, manifest.mesh.size, simulation.dtype, training
         given: Any = {"example_inputs": make_example(manifest), "loss_fn": loss_fn}
-        given |= {"scatter_gather": manifest.scatter_gather, "search": True}
+        given["scatter_gather"] = manifest.scatter_gather
         divided = any(n.target is collectives.reduce_scatter for stage in stages for n in stage.graph.nodes)
         both = options, replace(options, sequence_parallel=not divided)
         estimators = [Estimator(*known, **given, options=each) for each in both]
@@ -125,7 +125,7 @@ def _change(
     mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
     sizes = mesh.tensor, mesh.pipeline, mesh.data, manifest.microbatch_size, m, v
     own = Candidate(*sizes, recompute, manifest.schedule, expert=mesh.expert if mesh.expert > mesh.tensor else 0)
-    now = estimator.estimate(own).step_seconds / (m * mesh.data)
+    now = estimator.fit(own, None, search=True).step_seconds / (m * mesh.data)
     rows = [(what, candidate, estimator) for what, candidate in _list_neighbours(own)]
     if mesh.tensor > 1:
         rows.append((f"{'whole' if divided else 'divided'} tokens between divided regions", own, other))
@@ -136,7 +136,7 @@ def _change(
         rows.append((f"experts divided over {ranks} ranks", replace(own, expert=ranks), estimator))
     for what, candidate, chosen in rows:
         try:
-            found = chosen.estimate(candidate)
+            found = chosen.fit(candidate, None, search=True)
         except ValueError as error:
             yield Change(what, refused=str(error))
             continue

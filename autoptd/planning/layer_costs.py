@@ -3,28 +3,29 @@
 A few of a model's equal layers are measured, and the others repeat one of them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from math import gcd
-from typing import Any
 
 import numpy as np
 
+from autoptd.passes.cost.call_work import divide_work
 from autoptd.passes.cost.durations import Durations, Seconds
 from autoptd.passes.ir.nodes import info
-from autoptd.passes.stages.choice import ItemTimes, Pipeline, choose_cut
+from autoptd.passes.stages.choice import ItemTimes, Pipeline
 from autoptd.passes.stages.cost_sequence import Memory, fold
 from autoptd.passes.stages.cut import make_boundary, name_held
 from autoptd.passes.stages.fused_order import FusedOrder
-from autoptd.passes.stages.solver import Cut, cut_sequence
 from autoptd.runtime import kernels
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
 from autoptd.simulate.memory import Owned, States, count_owned, freeze_others
-from autoptd.simulate.stage_times import StageTimes, WorkTimes, divide_work, time_stage
+from autoptd.simulate.stage_times import StageTimes, WorkTimes, time_stage
 
 
 class LayerCosts:
@@ -35,31 +36,34 @@ class LayerCosts:
     """
 
     def __init__(self, fused_order: FusedOrder, repeats: int, durations: Durations) -> None:
-        self._program, self._fused_order, self._row = fused_order.program, fused_order, fused_order.row
-        self._durations, self._cluster, self.precision = durations, durations.cluster, durations.precision
-        # Of each item of one microbatch: seconds by direction and kind (see `FusedOrder.divide` and `Seconds`), what a
-        # cut before it costs either side, and the amounts of `_measure`.
-        self._cluster.device.peak(self.precision.dtype)
+        self._program, self._fused_order, self.row = fused_order.program, fused_order, fused_order.row
+        self._durations, self.cluster, self.precision = durations, durations.cluster, durations.precision
+        # Of each item of one microbatch: seconds by direction and kind (see `FusedOrder.divide` and `Seconds`), and
+        # what a cut before it costs either side.
+        self.cluster.device.peak(self.precision.dtype)
         self._times, self._penalty = fused_order.divide(lambda work: astuple(durations.seconds(work)))
-        self._amounts = self._measure(fused_order)
-        first, behind = self._find_period() if repeats else (0, 0)
-        layer, rest = [*range(first, behind)], [*range(behind, len(self._row.items))]
+        first, behind = self._period = self._find_period() if repeats else (0, 0)
+        layer, rest = [*range(first, behind)], [*range(behind, len(self.row.items))]
         self._source = np.array([*range(behind), *(repeats * layer), *rest])
         copies = (len(layer) * [copy] for copy in range(1, repeats + 1))
         self._copy = np.array([*behind * [0], *chain.from_iterable(copies), *len(rest) * [0]], int)
         self._sums = np.pad(self._times[self._source].cumsum(0), ((1, 0), (0, 0), (0, 0)))
-        self._held = np.pad(self._amounts[self._source].cumsum(0), ((1, 0), (0, 0)))
         self._more = np.pad(self._penalty[self._source], ((0, 1), (0, 0), (0, 0)))
-        self._names, self.parameters = self._name_tensors(first, behind)
         self._items: dict[bool, ItemTimes] = {}
 
-    def _measure(self, fused_order: FusedOrder) -> np.ndarray:
-        """Measure each item and the calls without parameters after it: bytes kept, FLOPs, bytes held by its backward.
+    def on(self, mesh: Mesh) -> LayerCosts:
+        """Return the costs on the ranks of a `mesh`, where those that share experts may be farther apart."""
+        copies = int(self._copy.max(initial=0))
+        return LayerCosts(self._fused_order, copies, replace(self._durations, mesh=mesh, _known={}))
+
+    @cached_property
+    def _amounts(self) -> np.ndarray:
+        """For each item and the calls without parameters after it: bytes kept, FLOPs, bytes held by its backward.
 
         The fourth are the bytes that a stage which begins there, in a recomputed group, keeps too: the rest's inputs.
         """
-        index, item_of, scale = 0, self._row.position, self.precision.scale
-        amounts = np.zeros((len(self._row.items), 4))
+        index, item_of, scale, fused_order = 0, self.row.position, self.precision.scale, self._fused_order
+        amounts = np.zeros((len(self.row.items), 4))
         for node, work in divide_work(fused_order.stage, fused_order.ledger).items():
             index = info(node).items[0] if info(node).items else index
             amounts[index, :2] += work.kept * scale, work.flops
@@ -67,7 +71,7 @@ class LayerCosts:
         for group in fused_order.ledger.groups:
             own = sorted({i for node in group for i in info(node).items})
             for place in (i for i in own[1:] if fused_order.may_cut[i]):
-                taken = {s for i in own if i >= place for s in self._row.items[i].all_input_nodes}
+                taken = {s for i in own if i >= place for s in self.row.items[i].all_input_nodes}
                 live = (s.meta["val"].nbytes for s in taken if item_of.get(s, place) < place)
                 amounts[place, 3] = scale * sum(live)
         return amounts
@@ -75,7 +79,7 @@ class LayerCosts:
     def _find_period(self) -> tuple[int, int]:
         """Return the begin and end of the second layer's items, which the third layer must equal."""
         starts: dict[int, int] = {}
-        for index, node in enumerate(self._row.items):
+        for index, node in enumerate(self.row.items):
             label = info(node).layer
             if label is not None:
                 starts.setdefault(label[1], index)
@@ -87,14 +91,20 @@ class LayerCosts:
             raise ValueError(f"layers do not repeat: they begin at the calls {starts}")
         return starts[1], starts[2]
 
-    def _name_tensors(self, first: int, behind: int) -> tuple[list[tuple[str, ...]], Mapping[str, Parameter]]:
-        """Name the tensors of each item; tensors of the repeated layer alone get a new name for each repeat.
+    @cached_property
+    def _held(self) -> np.ndarray:
+        return np.pad(self._amounts[self._source].cumsum(0), ((1, 0), (0, 0)))
+
+    @cached_property
+    def _named(self) -> tuple[list[tuple[str, ...]], Mapping[str, Parameter]]:
+        """The names of each item's tensors; tensors of the repeated layer alone get a new name for each repeat.
 
         The first stage holds parameters that no item reads.
         """
-        base = [tuple(sorted(name_held(self._row, [node]))) for node in self._row.items]
-        reached = {str(node.target) for node in self._row.trained if node.op == "get_attr"}
-        parameters = dict(freeze_others(self._row.stage.parameters, reached))
+        first, behind = self._period
+        base = [tuple(sorted(name_held(self.row, [node]))) for node in self.row.items]
+        reached = {str(node.target) for node in self.row.trained if node.op == "get_attr"}
+        parameters = dict(freeze_others(self.row.stage.parameters, reached))
         outside = {n for i, names in enumerate(base) if not first <= i < behind for n in names}
         names = []
         for source, copy in zip(self._source.tolist(), self._copy.tolist(), strict=True):
@@ -111,19 +121,19 @@ class LayerCosts:
     @cached_property
     def layers(self) -> int:
         """The number of repeated layers; 0 if none are found."""
-        labels = {label for node in self._row.items if (label := info(node).layer) is not None}
+        labels = {label for node in self.row.items if (label := info(node).layer) is not None}
         return len(labels) + int(self._copy.max(initial=0)) if labels else 0
 
     @cached_property
     def experts(self) -> int:
         """The greatest common divisor of the numbers of experts of the mixtures; 0 if there is none."""
-        routes = self._row.stage.graph.find_nodes(op="call_function", target=kernels.route)
+        routes = self.row.stage.graph.find_nodes(op="call_function", target=kernels.route)
         return gcd(*(int(node.args[2]) for node in routes))
 
     @cached_property
     def owned(self) -> Owned:
         """The elements that a pipeline rank with the whole model owns."""
-        return self._own(tuple(sorted(self.parameters)))
+        return self._own(tuple(sorted(self._named[1])))
 
     def _own(self, names: tuple[str, ...]) -> Owned:
         interface = StageInterface(0, (), (), (), names)
@@ -137,7 +147,7 @@ class LayerCosts:
     @cached_property
     def least_seconds(self) -> float:
         """The seconds of one microbatch's FLOPs at the device's peak."""
-        return float(self._held[-1, 1]) / self._cluster.device.peak(self.precision.dtype)
+        return float(self._held[-1, 1]) / self.cluster.device.peak(self.precision.dtype)
 
     @cached_property
     def kept(self) -> float:
@@ -150,30 +160,17 @@ class LayerCosts:
         times = self._item_times(Mesh(self._program.mesh.tensor, 2, 1))
         return fold(times.costs, times.boundary_costs, None, 1, 1).units
 
-    def cut(self, mesh: Mesh, chunks: int, search: tuple[str, int] | None = None) -> Sequence[int]:
-        """Return the cut with the fastest slowest stage.
-
-        With `search`, a schedule and its microbatches, return that with the shortest step. ValueError beyond `units`.
-        """
-        if search is None:
-            return self.fit(mesh, chunks).positions
-        schedule, count = search
-        pipeline = Pipeline(self._item_times(mesh), schedule, mesh.pipeline, count, chunks)
-        return choose_cut(pipeline, None).positions
+    def pipeline(self, mesh: Mesh, schedule: str, num_microbatches: int, chunks: int) -> Pipeline:
+        """Return the pipelines that the model can be cut into, of which `choose_cut` chooses."""
+        return Pipeline(self._item_times(mesh), schedule, mesh.pipeline, num_microbatches, chunks)
 
     def memory(self, in_flight: Sequence[Sequence[int]], states: States, reserved: Sequence[int], limit: int) -> Memory:
         """Return the memory of the items, in stages with `in_flight` microbatches."""
-        once = dict(zip(self._source.tolist(), self._names, strict=True))
+        once = dict(zip(self._source.tolist(), self._named[0], strict=True))
         sizes = {i: states.held(self._own(own)) for i, own in once.items()}
         static = [round(sum(sizes[source].values())) for source in self._source.tolist()]
         activation = np.ceil(self._amounts[self._source, 0]).astype(int).tolist()
         return Memory(static, activation, in_flight, reserved, limit)
-
-    def fit(self, mesh: Mesh, chunks: int, memory: Memory | None = None) -> Cut:
-        """Return the cut with the fastest slowest stage, of stages that fit in `memory`."""
-        times = self._item_times(mesh)
-        size: Any = {"num_stages": mesh.pipeline * chunks, "num_pipeline_ranks": mesh.pipeline}
-        return cut_sequence(times.costs, times.boundary_costs, memory, **size, effort=0.0)
 
     def divide(
         self, mesh: Mesh, chunks: int, scatter_gather: bool, positions: Sequence[int]
@@ -182,7 +179,7 @@ class LayerCosts:
         cut = [0, *positions, len(self._source)]
         crossing = [self._crossing(at) for at in cut[1:-1]]
         received: list[tuple[Boundary, ...]] = [(), *crossing, ()]
-        held = [tuple(sorted({n for names in self._names[a:b] for n in names})) for a, b in pairwise(cut)]
+        held = [tuple(sorted({n for names in self._named[0][a:b] for n in names})) for a, b in pairwise(cut)]
         stages = enumerate(zip(pairwise(received), held, strict=True))
         interfaces = tuple(StageInterface(i, *ends, (), own) for i, (ends, own) in stages)
         manifest = self._manifest(mesh, chunks, scatter_gather, interfaces)
@@ -201,7 +198,7 @@ class LayerCosts:
             seed=0,
             inputs=program.inputs,
             stages=stages,
-            parameters=self.parameters,
+            parameters=self._named[1],
             aliases=program.aliases,
             output=program.output,
         )
@@ -212,19 +209,19 @@ class LayerCosts:
         kept, flops = (self._held[end] - self._held[start]).tolist()[:2]
         kept += float(self._amounts[self._source[start], 3])
         working = float(self._amounts[self._source[start:end], 2].max(initial=0.0))
-        return WorkTimes(forward, backward + again, kept, working, flops).launched_on(self._cluster.device)
+        return WorkTimes(forward, backward + again, kept, working, flops).launched_on(self.cluster.device)
 
     def _item_times(self, mesh: Mesh) -> ItemTimes:
         """Return the times of the items; messages within a node and between nodes differ, and so does the best cut."""
-        node = self._cluster.devices_per_node
+        node = self.cluster.devices_per_node
         apart = mesh.size > node and node % (mesh.pipeline * mesh.tensor) != 0
         if apart not in self._items:
-            durations = Durations(self._cluster, mesh, self.precision)
+            durations = Durations(self.cluster, mesh, self.precision)
             times, parted = self._times[..., :2].sum(2), self._penalty[..., :2].sum(2)
             self._items[apart] = self._fused_order.make_times(durations, times, parted, self._source)
         return self._items[apart]
 
     def _crossing(self, at: int) -> tuple[Boundary, ...]:
-        row, place = self._row, int(self._source[at])
+        row, place = self.row, int(self._source[at])
         live = (node for node in row.items[:place] if row.last_use[node] >= place)
         return tuple(replace(make_boundary(node), requires_grad=node in row.trained) for node in live)

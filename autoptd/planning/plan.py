@@ -76,7 +76,8 @@ class Plan(Candidate):
     If it is `simulated`, `breakdown` has the parts of `step_seconds` on the busiest rank (see `Simulation`), and
     `memory_bytes` is the peak of the fullest rank. Otherwise both are lower bounds for the mesh with any settings, and
     the settings are those with the lowest bound; then `fits` is False if the bound exceeds the memory, and None if it
-    is unknown. `why` is the reason why the plan is the best, or its largest loss.
+    is unknown. `why` is the reason why the plan is the best, or its largest loss. `given` are the arguments of
+    `autoptd.compile` that it was planned with.
     """
 
     step_seconds: float
@@ -84,6 +85,12 @@ class Plan(Candidate):
     fits: bool | None
     breakdown: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `autoptd.compile` that make its program, but for those of the model and its inputs."""
+        return {**super().options, **self.given}
 
     @property
     def simulated(self) -> bool:

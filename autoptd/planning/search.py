@@ -29,7 +29,7 @@ from autoptd.runtime.program.schedule import Kind, compute_order
 from autoptd.simulate.step import Training
 
 SLACK = 0.95  # factor of an extrapolated bound
-SEARCHED = 8192  # forwards of a step at most for which a cut is searched: it would outlast the planning
+SEARCHED = 8192  # forwards of a step at most for which a cut is searched that is not the best: it takes too long
 TRIED = 4  # candidates that need least memory, tried if none fits
 
 
@@ -77,7 +77,6 @@ def plan(
         overlap, zero, wide_gradients: how steps are run, as `CompiledProgram.simulate` takes it: zero=1 is for those
             who call ``parallel.shard_optimizer``.
 
-    Several chunks are planned as `compile` cuts them, but for schedules of over 8192 actions, which are cut evenly.
     The other arguments are those of `autoptd.compile`. The result has one `Plan` for every mesh that divides the
     model and the batch: the best first, then those too slow to be simulated, and those that do not fit at the end.
 
@@ -92,14 +91,16 @@ def plan(
     check_free_counts(max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks)
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn}
-    written: Any = {"layout": layout, "rules": rules, "sequence_parallel": sequence_parallel}
-    options = Options(fuse=fuse, device=device, cluster=described, **written)
-    given |= {"scatter_gather": scatter_gather, "options": options}
-    training = Training(overlap, zero, wide_gradients)
-    estimator = Estimator(model, described, world_size, dtype, training, **given)
+    written: Any = {"layout": layout, "rules": rules, "sequence_parallel": sequence_parallel, "fuse": fuse}
+    written |= {"device": device}
+    given |= {"scatter_gather": scatter_gather, "options": Options(cluster=described, **written)}
+    run: Any = {"overlap": overlap, "zero": zero, "wide_gradients": wide_gradients}
+    estimator = Estimator(model, described, world_size, dtype, Training(**run), **given)
     size = microbatch_size or estimator.example_size
     fixed = (max_tensor, size, num_model_chunks, schedule, recompute)
-    return Search(estimator, Space(world_size, global_batch, described, *fixed)).run()
+    plans = Search(estimator, Space(world_size, global_batch, described, *fixed)).run()
+    known = {**written, **run, "dtype": dtype, "scatter_gather": scatter_gather, "cluster": cluster}
+    return tuple(replace(own, given=known) for own in plans)
 
 
 class Search:
@@ -153,13 +154,11 @@ class Search:
 
     def _search_cuts(self) -> None:
         """Cut the plans with several chunks a rank as `compile` does, which shortens the step by up to an eighth."""
-        searching = self._estimator.searching()
+        best = min(self._found.values(), key=lambda found: found[1].step_seconds)[0]
         for mesh, (candidate, _) in self._found.items():
-            actions = candidate.num_stages * candidate.num_microbatches
-            if candidate.num_model_chunks > 1 and actions <= SEARCHED:
-                estimate = searching.estimate(candidate)
-                if max(estimate.memory_bytes) <= self._limit:
-                    self._found[mesh] = candidate, estimate
+            short = candidate.num_stages * candidate.num_microbatches <= SEARCHED
+            if candidate.num_model_chunks > 1 and (short or candidate is best):
+                self._found[mesh] = candidate, self._estimator.fit(candidate, int(self._limit), search=True)
 
     # Bounds
 

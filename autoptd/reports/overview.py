@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from autoptd.passes.cost.call_work import CallWork
 from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes, find_repeated
 from autoptd.passes.cost.work import backward_work, forward_work
@@ -16,7 +17,7 @@ from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.schedule import Schedule
 from autoptd.simulate.memory import States, add_up_slots, count_owned
-from autoptd.simulate.stage_times import CallWork, list_calls
+from autoptd.simulate.stage_times import list_calls
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from itertools import chain, cycle
 import torch
 from torch import fx
 
+from autoptd.passes.cost.call_work import CallWork, divide_work
 from autoptd.passes.cost.cluster import Cluster, Device
 from autoptd.passes.cost.durations import Durations, Precision, Seconds
-from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
-from autoptd.passes.cost.work import Work, backward_work, forward_work
+from autoptd.passes.cost.saved_tensors import Ledger
+from autoptd.passes.cost.work import Work
 from autoptd.passes.ir.nodes import info, results_of, shaping_arguments
-from autoptd.passes.ir.program import Stage, find_trained, recomputed_groups
+from autoptd.passes.ir.program import Stage, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
 from autoptd.runtime.program.manifest import Boundary, Manifest
 from autoptd.runtime.program.mesh import Mesh
@@ -74,21 +75,6 @@ def time_stages(
     return tuple(time_stage(manifest, i, add_up(calls, own), own) for i, (calls, own) in worked)
 
 
-@dataclass(frozen=True)
-class CallWork:
-    """The work and memory of a call, in the program's own dtype; `again`: recomputation repeats its forward.
-
-    `working` are the most bytes that its backward holds besides: gradients, and tensors saved by a recomputed group.
-    """
-
-    forward: Work
-    backward: Work
-    again: bool
-    kept: int
-    working: int
-    flops: float
-
-
 def list_calls(stages: Sequence[Stage], mesh: Mesh) -> Iterator[Collection[CallWork]]:
     """Yield the work of each stage's calls; equal stages are measured once."""
     known: dict[object, Collection[CallWork]] = {}
@@ -97,20 +83,6 @@ def list_calls(stages: Sequence[Stage], mesh: Mesh) -> Iterator[Collection[CallW
         if signature not in known:
             known[signature] = divide_work(stage, Ledger(stage, mesh)).values()
         yield known[signature]
-
-
-def divide_work(stage: Stage, ledger: Ledger) -> dict[fx.Node, CallWork]:
-    """Return the work of each call of a stage; a storage is kept by the first call, or group, that needs it."""
-    saved = ((group, count_bytes(ledger.saved(group))) for group in ledger.groups)
-    again = {node: size for group, size in saved for node in group}
-    repeated, trained = ledger.repeated_nodes, find_trained(stage)
-    found = {}
-    for node, kept in ledger.first_kept():
-        forward, backward = forward_work(node), backward_work(node, trained)
-        working = ledger.differentiated(node, trained) + again.get(node, 0)
-        flops = _product_flops(forward) * (2 if node in again else 1) + _product_flops(backward)
-        found[node] = CallWork(forward, backward, node in repeated, count_bytes(kept), working, flops)
-    return found
 
 
 def add_up(calls: Collection[CallWork], durations: Durations) -> WorkTimes:
@@ -170,15 +142,3 @@ def _bytes(crossing: Sequence[Boundary], manifest: Manifest, kind: Kind, scale: 
             scattered = is_scattered(boundary, manifest.mesh.tensor, manifest.scatter_gather)
             sizes[scattered] += boundary.bytes * scale
     return sizes[0], sizes[1]
-
-
-def count_flops(stage: Stage) -> int:
-    """Count the FLOPs of a stage's products, forward and backward without recomputation."""
-    trained = find_trained(stage)
-    works = (work for n in stage.graph.nodes for work in (forward_work(n), backward_work(n, trained)))
-    return round(sum(map(_product_flops, works)))
-
-
-def _product_flops(work: Work) -> float:
-    """Count as SC21 does, without the scores that the backward of a fused attention computes again."""
-    return float(sum(product.flops for product in work.products if not product.repeated))

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import pairwise
 from typing import Any
 
-from autoptd.runtime.program.schedule import Action, Kind, Schedule, find_in_flight
+from autoptd.runtime.program.schedule import Action, Kind, Schedule, find_in_flight, make_schedule
 from autoptd.runtime.program.schedule_check import execution_order
 
 Order = Sequence[tuple[int, Action]]  # actions, each with its rank
@@ -28,6 +28,13 @@ class ActionTimes:
 def walking_order(schedule: Schedule) -> Order:
     """Return each rank and action that takes time (forwards, backwards, sends), in the order of `execution_order`."""
     return [step for step in execution_order(schedule) if not step[1].kind.receives]
+
+
+@lru_cache(maxsize=16)
+def order_actions(name: str, pipeline: int, microbatches: int, chunks: int) -> tuple[Schedule, Order]:
+    """Return a schedule and its `walking_order`."""
+    schedule = make_schedule(name, pipeline, microbatches, chunks)
+    return schedule, walking_order(schedule)
 
 
 def walk(
@@ -62,6 +69,15 @@ def step_seconds(order: Order, num_ranks: int, times: ActionTimes, later: Callab
     """Return the end of the last forward or backward of a `walk`."""
     walked = walk(order, num_ranks, times, later)
     return reduce(later, {rank: end for rank, action, _, end in walked if action.kind.computes}.values())
+
+
+def rank_seconds(times: ActionTimes, num_ranks: int) -> list[Any]:
+    """Return the time of each rank's own actions on one microbatch, with messages where they hold up their sender."""
+    stages = range(len(times.by_kind[Kind.FORWARD]))
+    holding = {k: row for k, row in times.by_kind.items() if k.computes or (times.blocking and num_ranks > 1)}
+    rows = [(row, 0 if kind.computes else kind.direction) for kind, row in holding.items()]
+    seconds = [sum(row[stage] for row, way in rows if stage + way in stages) for stage in stages]
+    return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]
 
 
 def live_microbatches(schedule: Schedule, num_stages: int, *, lasting: bool = False) -> list[list[int]]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.passes.cost.schedule_times import ActionTimes, Order, step_seconds, walking_order
+from autoptd.passes.cost.schedule_times import ActionTimes, Order, order_actions, step_seconds
 from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold, undominated
 from autoptd.passes.stages.solver import Cut, cut_sequence
-from autoptd.runtime.program.schedule import COMPUTING, Kind, make_schedule
+from autoptd.runtime.program.schedule import COMPUTING, Kind
 
 # The ceiling of stages and the effort of `cut_sequence` for each candidate: the dynamic programme's even cut; balanced
 # ranks of stages about as even; and of any stages, as on a slow network, whose step is often short only after moves.
@@ -63,7 +63,7 @@ class Pipeline:
     @cached_property
     def _orders(self) -> list[Order]:
         counts = (self.m,) if self.m <= 4 * self.p else (2 * self.p, 4 * self.p)
-        return [walking_order(make_schedule(self.schedule, self.p, count, self.v)) for count in counts]
+        return [order_actions(self.schedule, self.p, count, self.v)[1] for count in counts]
 
     @property
     def moves(self) -> int:
@@ -91,24 +91,25 @@ class Pipeline:
         return walked
 
 
-def choose_cut(pipeline: Pipeline, memory: Memory | None) -> Cut:
+def choose_cut(pipeline: Pipeline, memory: Memory | None = None, *, search: bool = True) -> Cut:
     """Return the cut whose simulated step is shortest, among those that fit in memory if any does.
 
-    With one chunk per rank it is the cut with the fastest slowest rank, which a dynamic programme finds. With several,
-    the cut of each of the `SEARCHES` is moved as long as its step becomes shorter, and the best is taken. Raises
-    ValueError for more stages than units (see `cut_sequence`).
+    With one chunk per rank, or without `search`, it is the cut with the fastest slowest stage, which a dynamic
+    programme finds. With several, the cut of each of the `SEARCHES` is moved as long as its step becomes shorter, and
+    the best is taken. Raises ValueError for more stages than units (see `cut_sequence`).
     """
     rows, p, v = (pipeline.times.costs, pipeline.times.boundary_costs), pipeline.p, pipeline.v
     found: dict[tuple[int, ...], Cut] = {}
-    for ceiling, effort in SEARCHES[: 1 if v == 1 else 3 if pipeline.moves else 2]:
-        search: Any = {"stage_ceiling": ceiling, "effort": effort}
-        cut = cut_sequence(*rows, memory, num_stages=p * v, num_pipeline_ranks=p, **search)
+    single = v == 1 or p == 1 or not search
+    for ceiling, effort in SEARCHES[: 1 if single else 3 if pipeline.moves else 2]:
+        own: Any = {"stage_ceiling": ceiling, "effort": effort}
+        cut = cut_sequence(*rows, memory, num_stages=p * v, num_pipeline_ranks=p, **own)
         found.setdefault(cut.positions, cut)
-    fitting = [cut for cut in found.values() if not cut.overflow] or list(found.values())
-    if v == 1 or p == 1:
-        return fitting[0]
+    fitting = [cut for cut in found.values() if cut.fits]
+    if single or not fitting:
+        return (fitting or list(found.values()))[0]
     steps = pipeline.of_cuts(np.array([cut.positions for cut in fitting])).tolist()
-    sequence = fold(*rows, None if fitting[0].overflow else memory, p * v, p)
+    sequence = fold(*rows, memory, p * v, p)
     moved = [_move(cut, step, pipeline, sequence) for cut, step in zip(fitting, steps, strict=True)]
     return min(moved, key=lambda cut: (cut.step, cut.bottleneck))
 
@@ -130,7 +131,7 @@ def _move(cut: Cut, step: int, pipeline: Pipeline, sequence: CostSequence) -> Cu
     if here is first:
         return replace(cut, step=step, method=f"{cut.method}, {words}")
     moved = Cut.of(places, here, cut.lower_bound, f"{cut.method}, then moved, {words}")
-    return replace(moved, step=step, overflow=cut.overflow)
+    return replace(moved, step=step)
 
 
 def _neighbours(sequence: CostSequence, cut: Ints) -> Ints:

@@ -33,6 +33,12 @@ class Memory:
     reserved: Sequence[int]
     limit: int
 
+    def count(self, positions: Sequence[int]) -> list[int]:
+        """Return the most bytes that items add to each rank, in stages that begin at 0 and `positions`."""
+        static, activation = (np.add.reduceat(row, [0, *positions]) for row in (self.static, self.activation))
+        held = static + np.asarray(self.in_flight) * activation
+        return [int(most) for most in held.reshape(len(held), -1, len(self.reserved)).sum(1).max(0)]
+
 
 @dataclass(frozen=True)
 class CostSequence:

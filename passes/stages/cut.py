@@ -10,88 +10,49 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from itertools import pairwise
-from typing import TypeVar
 
 from torch import fx
 
-from autoptd.passes.cost.cluster import Cluster
-from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.nodes import info, wants_gradient, where
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made
-from autoptd.passes.stages.choice import Pipeline, choose_cut
 from autoptd.passes.stages.cost_sequence import Memory
-from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.solver import Cut
 from autoptd.passes.structure.linear_order import Row
 from autoptd.runtime.program.manifest import Boundary
-from autoptd.runtime.program.schedule import make_schedule
 
 MAX_CUT_ATTEMPTS = 8
-Made = TypeVar("Made")
-
-
-def find_cut(
-    fused_order: FusedOrder,
-    *,
-    num_stages: int,
-    schedule: str = "interleaved_1f1b",
-    num_microbatches: int | None = None,
-    cluster: Cluster | None = None,
-    reserved_bytes: Sequence[int] = (),
-) -> Cut:
-    """Return the cut into `num_stages`, stage k for pipeline rank k mod p.
-
-    Of several cuts the shortest step in `schedule` decides, with `num_microbatches` (default 8 p). The costs are times
-    on `cluster`, whose memory limits parameters, gradients, Adam's state, activations in flight, the backward of one
-    recomputed group, and each rank's `reserved_bytes`; the log says if none fits. Default: "dgx-a100", of any memory.
-
-    Raises ValueError if there are fewer cuttable units than stages.
-    """
-    pipeline = fused_order.program.mesh.pipeline
-    m = 8 * pipeline if num_microbatches is None else num_microbatches
-    described = cluster or Cluster.load("dgx-a100")
-    memory = None
-    if cluster is not None:
-        static, activation, working = fused_order.memory
-        actions = make_schedule(schedule, pipeline, m, num_stages // pipeline)
-        alive = live_microbatches(actions, num_stages, lasting=cluster.device.has_graphs)
-        reserved = [working + more for more in reserved_bytes or [0] * pipeline]
-        memory = Memory(static, activation, alive, reserved, int(cluster.device.memory_bytes))
-    times = fused_order.times(described)
-    cut = choose_cut(Pipeline(times, schedule, pipeline, m, num_stages // pipeline), memory)
-    return replace(cut, entry=_describe(cut, pipeline, described.name))
 
 
 def fit_cut(
-    find: Callable[[Sequence[int]], Cut], make: Callable[[Cut], tuple[Made, Sequence[int]]], limit: int
-) -> tuple[Cut, Made, Sequence[int]]:
-    """Return a cut, its program made by `make`, and the bytes of each rank: at most `limit` if such a cut is found.
+    find: Callable[[Memory | None], Cut], count: Callable[[Cut], Sequence[int]], memory: Memory
+) -> tuple[Cut, Sequence[int]]:
+    """Return a cut and the bytes of each rank by `count`: at most the limit of `memory` if such a cut is found.
 
-    Otherwise return the leanest cut tried. `find` counts neither receive buffers nor everything that a backward holds:
-    if the program exceeds the limit, `find` is called again with the uncounted bytes of each rank reserved. These
-    belong to one cut, and another may hold less: if no cut has so much room, half of the addition is tried.
+    Otherwise return the leanest cut tried. `find` returns the best cut within a given memory, which sums items and
+    knows neither receive buffers nor the most that a backward holds: if a cut's ranks exceed the limit, `find` is
+    called again with what was not counted of each reserved. This belongs to one cut, and another may hold less: if no
+    cut has so much room, half of the addition is tried.
     """
-    made: dict[tuple[int, ...], tuple[Cut, Made, Sequence[int]]] = {}
-    reserved: Sequence[int] = ()
-    above: Sequence[int] = ()  # for which there is no cut
+    made: dict[tuple[int, ...], tuple[Cut, Sequence[int]]] = {}
+    asked: Memory | None = None
+    known: Sequence[int] = memory.reserved  # for which there is a cut
+    above: Sequence[int] = ()  # for which there is none
     for _ in range(MAX_CUT_ATTEMPTS):
-        found = find(reserved)
-        if made and found.overflow:
-            above = reserved
+        found = find(asked)
+        if asked and not found.fits:
+            above = asked.reserved
         else:
-            known = reserved or [0] * len(found.held)
+            known = asked.reserved if asked else known
             fresh = found.positions not in made
             if fresh:
-                made[found.positions] = found, *make(found)
-                memory = made[found.positions][2]
-            if max(memory) <= limit or found.overflow or not (fresh or above):
+                made[found.positions] = found, count(found)
+            held = made[found.positions][1]
+            if max(held) <= memory.limit or not (fresh or above):
                 break
-        if above:
-            reserved = [(low + high) // 2 for low, high in zip(known, above, strict=True)]
-        else:
-            rows = zip(known, found.held, memory, strict=True)
-            reserved = [own + max(0, real - counted) for own, counted, real in rows]
-    return min(made.values(), key=lambda own: max(own[2]))
+            counted = memory.count(found.positions)
+        rows = zip(known, above or [real - sums for real, sums in zip(held, counted, strict=True)], strict=True)
+        asked = replace(memory, reserved=[(low + high) // 2 if above else max(low, high) for low, high in rows])
+    return min(made.values(), key=lambda own: max(own[1]))
 
 
 def cut_at(program: Program, positions: Sequence[int], entry: str) -> Program:
@@ -170,11 +131,11 @@ def make_boundary(node: fx.Node) -> Boundary:
     return Boundary(str(node.target), tuple(value.shape), value.dtype, wants_gradient(node), placement)
 
 
-def _describe(cut: Cut, pipeline: int, name: str) -> str:
+def describe_cut(cut: Cut, pipeline: int, name: str) -> str:
+    """Return the line of the log: the cut, timed on the cluster of that `name`."""
     mean = sum(cut.stage_costs) / pipeline
     return (
         f"cut_stages {len(cut.stage_costs)} stages on {pipeline} pipeline ranks, the slowest "
         f"{cut.bottleneck / 1e6:.3g} ms of forward and backward a microbatch on {name}: "
         f"{cut.bottleneck / mean:.3f} of the mean, {cut.gap:.1%} above the lower bound ({cut.method})"
-        + (f"; {cut.overflow}" if cut.overflow else "")
     )

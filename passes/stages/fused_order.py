@@ -7,7 +7,7 @@ over its operators. A cut within it costs the time that its two parts, each fini
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,11 @@ from networkx.utils import UnionFind
 from numpy.typing import NDArray
 from torch import fx
 
-from autoptd.passes.cost.cluster import Cluster
-from autoptd.passes.cost.durations import NANOSECONDS, Durations, Precision
-from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
+from autoptd.passes.cost.durations import NANOSECONDS, Durations
+from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.passes.ir.nodes import change_info, info, shaping_arguments
 from autoptd.passes.ir.program import Passes, Program, Stage, copy_graph, find_trained
-from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.passes.stages.choice import ItemTimes
 from autoptd.passes.structure.linear_order import Row
 
@@ -70,38 +68,6 @@ class FusedOrder:
     def ledger(self) -> Ledger:
         """The ledger of the finished stage."""
         return Ledger(self.stage, self.program.mesh)
-
-    @property
-    def units(self) -> int:
-        """Return the most stages that the row can be cut into."""
-        works = (bool(forward_work(node)) or bool(backward_work(node)) for node in self.row.items)
-        busy = list(accumulate(works, initial=0))
-        return 1 + len({at for at, may in zip(busy, self.may_cut, strict=False) if may} - {0, busy[-1]})
-
-    @cached_property
-    def memory(self) -> tuple[list[int], list[int], int]:
-        """Bytes of each item, of its parameters with their state and of what a backward keeps of it; and working bytes.
-
-        These are what the backward of the largest recomputed group holds besides. A tied parameter counts where it is
-        used, each time; where the pipeline is one rank, only the first.
-        """
-        row, mesh = self._marked, self.program.mesh
-        ledger = Ledger(row.stage, mesh)
-        kept = {node: count_bytes(storages) for node, storages in ledger.first_kept()}
-        static: list[int] = []
-        seen: set[fx.Node] = set()
-        for node in self._order:
-            owned = [s for s in node.all_input_nodes if row.is_parameter(s) and (mesh.pipeline > 1 or s not in seen)]
-            seen.update(owned)
-            static.append(sum(_state_bytes(source, trained=source in row.trained) for source in owned))
-        working = max((count_bytes(ledger.saved(group)) for group in ledger.groups), default=0)
-        return static, [kept[node] for node in self._order], working
-
-    def times(self, cluster: Cluster) -> ItemTimes:
-        """Return the nanoseconds of the items on a cluster."""
-        durations = Durations(cluster, self.program.mesh, Precision.of(self.program.stages))
-        table, penalty = self.divide(lambda work: (durations.seconds(work).total,))
-        return self.make_times(durations, table[..., 0], penalty[..., 0], slice(None))
 
     def make_times(self, durations: Durations, table: Floats, penalty: Floats, items: Any) -> ItemTimes:
         """Return the times of a row's `items` from seconds by direction, divided over their operators."""
@@ -181,12 +147,3 @@ def _measure(stage: Stage, measure: Measure, repeated: Iterable[fx.Node]) -> Ite
             works = forward_work(node), backward_work(node, trained)
             forward, backward = (np.array(measure(work)) for work in works)
             yield info(node).items, np.array([forward, backward, forward * (node in again)])
-
-
-def _state_bytes(node: fx.Node, *, trained: bool) -> int:
-    """Return the bytes of a parameter, and if it is `trained` of its gradient and Adam's state."""
-    value = node.meta["val"]
-    if not trained:
-        return int(value.nbytes)
-    item = value.element_size()  # of the weight; its gradient is at least float32
-    return int(value.numel() * (item + max(FLOAT32_BYTES, item) + adam_bytes(item)))

@@ -8,8 +8,7 @@ Fixed seed, one worker and a deterministic time limit: ranks that compile for th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -17,7 +16,6 @@ from ortools.sat.python import cp_model
 from autoptd.passes.stages import cost_sequence
 from autoptd.passes.stages.cost_sequence import UNLIMITED, CostSequence, Ints, Memory
 
-GB = 10**9
 WINDOW = 4  # places worth a cut to either side of the hint: most of a transformer layer
 WHOLE = 400  # stages x places up to which the window is the whole sequence
 ROUNDS = 3  # windows, each round the last one's result
@@ -28,10 +26,9 @@ PRECISION = 24  # bits of the costs and bytes that the solver sees
 class Cut:
     """Stage k is items ``positions[k - 1]`` to ``positions[k]``; costs are of one microbatch, with transfers.
 
-    `bottleneck` is the slowest pipeline rank's cost, and `held` the peak bytes of each rank where there is a limit.
-    `lower_bound` holds for every contiguous cut (of those that fit, where memory is limited), also outside the window
-    and above the ceiling of the search. `overflow` says why memory was not heeded, where no cut was found to fit. A
-    step with this cut takes `step` nanoseconds; 0 where none was simulated. `entry` is a line for the log.
+    `bottleneck` is the slowest pipeline rank's cost. `lower_bound` holds for every contiguous cut (of those that fit,
+    where memory is limited), also outside the window and above the ceiling of the search. `fits` is False where no cut
+    was found to fit. A step with this cut takes `step` nanoseconds; 0 where none was simulated.
     """
 
     positions: tuple[int, ...]
@@ -39,15 +36,13 @@ class Cut:
     bottleneck: int
     lower_bound: int
     method: str
-    held: Sequence[int]
-    overflow: str = ""
+    fits: bool = True
     step: int = 0
-    entry: str = ""
 
     @classmethod
     def of(cls, sequence: CostSequence, cut: Ints, lower_bound: int, method: str) -> Cut:
         positions, costs = sequence.places[cut[1:-1]].tolist(), sequence.stage_costs(cut).tolist()
-        numbers = sequence.bottleneck(cut), lower_bound, method, sequence.peaks(cut)
+        numbers = sequence.bottleneck(cut), lower_bound, method, sequence.fits(cut)
         return cls(tuple(positions), tuple(costs), *numbers)
 
     @property
@@ -69,10 +64,10 @@ def cut_sequence(
     """Find the cut into `num_stages` whose slowest pipeline rank costs least.
 
     `costs` are integers, one per item, their sum below 2**60; `boundary_costs` what a cut before item i adds to the
-    stage on either side, None forbids it. If no cut is found to fit in `memory`, the result is the cut without a limit,
-    and its `overflow` says so. For v > 1 no stage costs more than `stage_ceiling` times the least possible slowest one;
-    None: any stages, but ranks balanced out of uneven chunks may wait for each other (see `choose_cut`). `effort` are
-    the deterministic seconds of each CP-SAT round; 0: the dynamic programme alone.
+    stage on either side, None forbids it. If no cut is found to fit in `memory`, the result says so. For v > 1 no
+    stage costs more than `stage_ceiling` times the least possible slowest one; None: any stages, but ranks balanced out
+    of uneven chunks may wait for each other (see `choose_cut`). `effort` are the deterministic seconds of each CP-SAT
+    round; 0: the dynamic programme alone.
 
     Every stage gets an item of positive cost. Raises ValueError if the sequence has fewer units than stages.
     """
@@ -82,7 +77,7 @@ def cut_sequence(
             f"the graph cannot be cut into {num_stages} stages: it has {sequence.units} cuttable units; "
             f"choose pipeline ranks x model chunks of at most {sequence.units}"
         )
-    start = _first_cut(sequence)
+    start = _first_cut(sequence, lean=effort > 0)
     slowest = int(sequence.stage_costs(start).max())
     bound = _lower_bound(sequence, slowest if memory is None else 0)
     if num_stages == num_pipeline_ranks:
@@ -94,29 +89,28 @@ def cut_sequence(
     else:
         ceiling = UNLIMITED if stage_ceiling is None else int(slowest * stage_ceiling)
         cut, bound, method = _improve(sequence, start, ceiling, bound, effort)
-    if not sequence.fits(cut):
-        size: Any = {"num_stages": num_stages, "num_pipeline_ranks": num_pipeline_ranks}
-        unlimited = cut_sequence(costs, boundary_costs, **size, stage_ceiling=stage_ceiling, effort=effort)
-        return replace(unlimited, overflow=_describe_overflow(sequence, cut))
     return Cut.of(sequence, cut, bound, method)
 
 
-def _first_cut(sequence: CostSequence) -> Ints:
-    """Return the cut with the least slowest *stage* that fits; where none is found to fit, one with little memory.
+def _first_cut(sequence: CostSequence, *, lean: bool) -> Ints:
+    """Return the cut with the least slowest *stage* that fits, or any where none is found to.
 
-    For v > 1 a rank's memory is divided over its stages in two ways: evenly, and as the fastest cut fills it.
+    For v > 1 a rank's memory is divided over its stages in two ways: evenly, and as the fastest cut fills it. If
+    neither fits, the cut is one with little memory if it is to be `lean`, for a search that begins there.
     """
     fastest = cost_sequence.minimize_slowest_stage(sequence)
     assert fastest is not None, "there are as many units as stages"
     if sequence.fits(fastest):
         return fastest
     shares = [np.ones(sequence.num_stages, np.int64), sequence.stage_bytes(fastest).max(0) + 1]
-    del shares[sequence.num_stages // sequence.num_ranks :]  # one chunk has all of its rank's
-    for share in shares:
+    single = sequence.num_stages == sequence.num_ranks  # one chunk has all of its rank's
+    for share in shares[: 1 if single else 2]:
         room = _divide_room(sequence, share, sequence.limit)
         fitting = cost_sequence.minimize_slowest_stage(sequence, room)
         if fitting is not None:
             return fitting
+    if single or not lean:
+        return fastest
     least = [_least_memory(sequence, fastest, share, sequence.limit) for share in shares]
     return min(least, key=lambda cut: max(sequence.peaks(cut)))
 
@@ -178,23 +172,6 @@ def _improve(sequence: CostSequence, start: Ints, ceiling: int, bound: int, effo
     if method == "CP-SAT, optimal" and ceiling < UNLIMITED:
         method += " under the stage ceiling"
     return kept[cut], bound, method
-
-
-def _describe_overflow(sequence: CostSequence, cut: Ints) -> str:
-    """Describe which stage of which rank breaks the limit in the best cut found, and a way out."""
-    held, limit = sequence.stage_bytes(cut), sequence.limit
-    on_rank = sequence.rank_sums(held)
-    moment, rank = (int(i) for i in np.unravel_index(on_rank.argmax(), on_rank.shape))
-    held, reserved = held - sequence.reserved, int(sequence.reserved[rank])
-    stage = max(range(rank, sequence.num_stages, sequence.num_ranks), key=lambda k: int(held[moment, k]))
-    more = f" beside {reserved / GB:.2f} GB that are reserved" if reserved else ""
-    proved = "no cut fits" if sequence.num_stages == sequence.num_ranks else "found no cut that fits"
-    return (
-        f"{proved} in {limit / GB:.2f} GB a rank: in the best one found stage {stage} holds "
-        f"{held[moment, stage] / GB:.2f} GB{more}, and its pipeline rank {rank} is "
-        f"{(on_rank[moment, rank] - limit) / GB:.2f} GB over; use a larger tensor or "
-        "pipeline axis, a smaller microbatch, or more recomputation"
-    )
 
 
 class _Search:

@@ -18,11 +18,12 @@ from autoptd.capture.export import capture
 from autoptd.options import Options
 from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.ir.program import Program
-from autoptd.passes.stages.choice import Pipeline, choose_cut
-from autoptd.passes.stages.cut import find_cut
+from autoptd.passes.stages.choice import choose_cut
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.solver import cut_sequence
+from autoptd.planning.layer_costs import LayerCosts
 from autoptd.progress import show_progress
 from autoptd.runtime.program.mesh import Mesh
 from samples.benchmarks.heavy_models import CASES, Case
@@ -45,9 +46,10 @@ class Cuts:
 
     def __init__(self, program: Program, recompute: str, m: int, v: int) -> None:
         fused_order = FusedOrder(program, select_passes(Options(recompute), "finish"))
-        self.row, self.times = fused_order.row, fused_order.times(Cluster.load(CLUSTER))
-        self.p, self.m, self.v = program.mesh.pipeline, m, v
-        self.pipeline = Pipeline(self.times, "interleaved_1f1b", self.p, m, v)
+        durations = Durations(Cluster.load(CLUSTER), program.mesh, Precision.of(program.stages))
+        self.row, self.p, self.m, self.v = fused_order.row, program.mesh.pipeline, m, v
+        self.pipeline = LayerCosts(fused_order, 0, durations).pipeline(program.mesh, "interleaved_1f1b", m, v)
+        self.times = self.pipeline.times
 
     def slowest(self, positions: Sequence[int]) -> int:
         """Nanoseconds of a microbatch on the slowest rank, transfers included."""
@@ -78,11 +80,9 @@ def measure_row(row: PaperRow) -> tuple[object, ...]:
     program = capture_model(model, Mesh(row.tensor, row.pipeline, row.data), row.microbatch, None)
     stages, m = row.pipeline * row.chunks, row.num_microbatches
     start, busy = time.perf_counter(), time.process_time()
-    fused_order = FusedOrder(program, select_passes(Options("full"), "finish"))
-    find_cut(fused_order, num_stages=stages, num_microbatches=m)
-    wall, cpu = time.perf_counter() - start, time.process_time() - busy
     cuts = Cuts(program, "full", m, row.chunks)
-    cut = choose_cut(cuts.pipeline, None)
+    cut = choose_cut(cuts.pipeline)
+    wall, cpu = time.perf_counter() - start, time.process_time() - busy
     uniform = uniform_positions(cuts.row, stages)
     even = cut_sequence(
         cuts.times.costs, cuts.times.boundary_costs, num_stages=stages, num_pipeline_ranks=row.pipeline, effort=0.0
@@ -111,7 +111,7 @@ def measure_model(case: Case) -> tuple[object, ...]:
     cells: list[str] = []
     for p in RANKS:
         cuts = Cuts(replace(program, mesh=Mesh(1, p, 1)), "none", 8 * p, 1)
-        cut = choose_cut(replace(cuts.pipeline, schedule="1f1b"), None)
+        cut = choose_cut(replace(cuts.pipeline, schedule="1f1b"))
         uniform = uniform_positions(cuts.row, p)
         slowest = cuts.slowest(uniform) / cut.bottleneck
         cells += [f"{slowest:.2f}", f"{cuts.step(uniform) / cuts.step(cut.positions):.2f}"]

@@ -9,9 +9,10 @@ from unittest.mock import patch
 
 from autoptd import compiler
 from autoptd.passes.ir.nodes import info
-from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.passes.stages.solver import Cut
 from autoptd.passes.structure.linear_order import Row
+from autoptd.planning.layer_costs import LayerCosts
+from autoptd.runtime.program.mesh import Mesh
 
 
 def uniform_positions(row: Row, num_stages: int) -> list[int]:
@@ -32,10 +33,10 @@ def uniform_positions(row: Row, num_stages: int) -> list[int]:
     return [max(i for i in range(1, at + 1) if fit[i]) for at in wanted]
 
 
-def find_uniform_cut(fused_order: FusedOrder, *, num_stages: int, **_: Any) -> Cut:
+def find_uniform_cut(costs: LayerCosts, mesh: Mesh, _schedule: str, _m: int, v: int, **_: Any) -> tuple[Cut, tuple[()]]:
     """In the place of `find_cut`."""
-    positions = tuple(uniform_positions(fused_order.row, num_stages))
-    return Cut(positions, (), 0, 0, "by layers", (), entry=f"cut_stages {num_stages} stages by layers")
+    positions = tuple(uniform_positions(costs.row, mesh.pipeline * v))
+    return Cut(positions, (1,), 1, 1, "by layers"), ()
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ import torch
 
 import autoptd
 from autoptd import Cluster
-from autoptd.compiler import fit_program
+from autoptd.passes.stages.cost_sequence import Memory
+from autoptd.passes.stages.cut import fit_cut
 from autoptd.passes.stages.solver import Cut
 from samples.gpt import GPT, GPTConfig
 
@@ -44,25 +44,22 @@ def test_a_program_for_a_cluster_fits_where_a_cut_does(chunks: int, graphs: bool
 
 @pytest.mark.parametrize(("limit", "expected"), [(119, "quick"), (105, "middling"), (101, "middling"), (96, "lean")])
 def test_reserved_bytes_are_those_of_each_cut(limit: int, expected: str) -> None:
-    """Of three cuts, the best first: bytes that are counted, and those besides."""
+    """Of three cuts, the best first: bytes that are summed, and those besides."""
     cuts = {"quick": (90, 29), "middling": (80, 21), "lean": (79, 17)}
-    places: dict[tuple[int, ...], str] = {(number,): cut for number, cut in enumerate(cuts)}
+    rows = list(cuts.values())
 
-    def find(reserved: Sequence[int]) -> Cut:
-        more = max(reserved, default=0)
-        fitting = [place for place, cut in places.items() if cuts[cut][0] + more <= limit]
-        place = fitting[0] if fitting else (2,)
-        return Cut(place, (), 0, 0, "", [cuts[places[place]][0]], overflow="" if fitting else "none fits")
+    class Summed(Memory):
+        def count(self, positions: Sequence[int]) -> list[int]:
+            return [rows[positions[0]][0]]
 
-    def finish(found: Cut) -> Any:
-        counted, more = cuts[places[found.positions]]
-        memory = [counted + more]
-        return SimpleNamespace(simulate=lambda cluster: SimpleNamespace(memory_bytes=memory))
+    def find(asked: Memory | None) -> Cut:
+        more = asked.reserved[0] if asked else -limit
+        fitting = [place for place, (summed, _) in enumerate(rows) if summed + more <= limit]
+        return Cut(((*fitting, 2)[0],), (), 0, 0, "", fits=bool(fitting))
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        positions, _ = fit_program(find, finish, with_memory(limit))
-    assert places[positions] == expected
+    found, held = fit_cut(find, lambda cut: [sum(rows[cut.positions[0]])], Summed([], [], [], [0], limit))
+    assert list(cuts)[found.positions[0]] == expected
+    assert held == [sum(cuts[expected])]
 
 
 def test_a_program_that_does_not_fit_is_warned_of() -> None:
@@ -73,13 +70,3 @@ def test_a_program_that_does_not_fit_is_warned_of() -> None:
     text, held = str(said[0].message), max(memory)
     assert f"rank {memory.index(held)} holds {held:,} bytes, {held - 5_000_000:,} more than a device's 5,0" in text
     assert said[0].filename == __file__
-
-
-def test_auto_takes_the_first_plan_whose_program_fits() -> None:
-    with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=4096, block_size=128, n_layer=8, n_head=4, n_embd=64))
-    size: Any = {"world_size": 4, "global_batch": 8, "cluster": with_memory(14e6)}
-    best = next(plan for plan in autoptd.plan(model, **size) if plan.simulated)
-    program = autoptd.compile(model, "auto", **size)
-    assert program.simulate(size["cluster"]).fits
-    assert program.mesh == best.mesh

@@ -25,6 +25,7 @@ from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.record import OperatorRules
 from autoptd.passes.operators.table import OPERATORS
+from autoptd.passes.stages.choice import choose_cut
 from autoptd.planning.estimator import Estimator
 from autoptd.planning.plan import Candidate, Space
 from autoptd.planning.search import Search
@@ -74,12 +75,11 @@ def test_the_search_finds_the_best_of_all_candidates(memory: float, training: Tr
     assert 0 < len(fitting) < len(every) or memory == 80e9
     seconds, best = min(fitting)
     if best.num_model_chunks > 1:  # it is cut again, as compile cuts it
-        searched = estimator.searching().estimate(best)
-        seconds = searched.step_seconds if max(searched.memory_bytes) <= memory else seconds
+        seconds = estimator.fit(best, int(memory), search=True).step_seconds
     own = next(own for own in plans if own.mesh == best.mesh)
     assert own.step_seconds == pytest.approx(seconds, rel=1e-9)
     assert plans[0].step_seconds <= own.step_seconds
-    assert own.options == best.options
+    assert {name: own.options[name] for name in best.options} == best.options
     for own in (own for own in plans if not own.simulated):  # no bound is above what it bounds
         of_mesh = [seconds for seconds, c in fitting if c.mesh == own.mesh]
         assert own.step_seconds <= min(of_mesh, default=own.step_seconds) * (1 + 1e-9)
@@ -115,7 +115,7 @@ def test_a_model_that_fits_in_another_cut_has_a_plan(recompute: str) -> None:
     every = {c: estimator.estimate(c) for c in space.candidates(row.layers, row.units)}
     cluster = with_memory(0.94 * min(max(e.memory_bytes) for e in every.values()))
     best = autoptd.plan(model, world_size=4, global_batch=8, cluster=cluster, **fixed)[0]
-    program = autoptd.compile(model, **best.options, cluster=cluster).simulate(cluster)
+    program = autoptd.compile(model, **best.options).simulate(cluster)
     assert best.fits
     assert program.fits
     assert best.step_seconds == pytest.approx(program.step_seconds, rel=0.05)
@@ -131,8 +131,8 @@ def test_a_cut_is_of_its_ranks() -> None:
         model = GPT(GPTConfig(4096, 128, 8, 4, 64))
     search = "interleaved_1f1b", 8
     first, other = (Estimator(model, SELENE, 4).measure(1, 1, "none") for _ in range(2))
-    cuts = [first.cut(Mesh(1, p, 1), 8 // p, search) for p in (2, 4)]
-    assert cuts == [other.cut(Mesh(1, p, 1), 8 // p, search) for p in (4, 2)][::-1]
+    cuts = [choose_cut(first.pipeline(Mesh(1, p, 1), *search, 8 // p)) for p in (2, 4)]
+    assert cuts == [choose_cut(other.pipeline(Mesh(1, p, 1), *search, 8 // p)) for p in (4, 2)][::-1]
 
 
 def test_several_chunks_are_planned_as_they_are_cut() -> None:
@@ -144,7 +144,7 @@ def test_several_chunks_are_planned_as_they_are_cut() -> None:
     plans = [own for own in autoptd.plan(model, **size) if own.simulated and own.num_model_chunks > 1]
     assert len(plans) > 1
     for own in plans[:2]:
-        step = autoptd.compile(model, **own.options, cluster=cluster).simulate(cluster).step_seconds
+        step = autoptd.compile(model, **own.options).simulate(cluster).step_seconds
         assert own.step_seconds == pytest.approx(step, rel=0.01)
 
 
@@ -164,8 +164,8 @@ def test_an_estimate_is_the_programs_simulation(candidate: Candidate) -> None:
 
     The planner searches for a cut at its end only: with several chunks a rank the compiler's makes a shorter step.
     """
-    estimate = Estimator(make_gpt(), SELENE, candidate.mesh.size, search=True).estimate(candidate)
-    planned = Estimator(make_gpt(), SELENE, candidate.mesh.size).estimate(candidate)
+    estimator = Estimator(make_gpt(), SELENE, candidate.mesh.size)
+    estimate, planned = estimator.fit(candidate, None, search=True), estimator.estimate(candidate)
     program = autoptd.compile(make_gpt(), **candidate.options)
     simulated = program.simulate(SELENE)
     assert estimate.step_seconds == pytest.approx(simulated.step_seconds, rel=0.01)
@@ -285,6 +285,7 @@ def test_plans_know_how_a_step_is_run() -> None:
         own.mesh.pipeline for own in whole if own.fits is not False
     )
     best = autoptd.plan(make_gpt(), **{**size, "cluster": SELENE}, zero=1)[0]
+    assert (best.options["zero"], best.options["cluster"]) == (1, SELENE)
     simulated = autoptd.compile(make_gpt(), **best.options).simulate(SELENE, zero=1)
     assert simulated.step_seconds == pytest.approx(best.step_seconds, rel=0.01)
     assert max(simulated.memory_bytes) == pytest.approx(best.memory_bytes, rel=0.01)
@@ -305,7 +306,8 @@ def test_a_long_step_is_the_line_through_two_short_ones(cluster: Cluster, name: 
     candidate = Candidate(1, 4, 1, 1, 640, v, "none", name)
     estimator = Estimator(make_gpt(), cluster, 4)
     estimate, row = estimator.estimate(candidate), estimator.measure(1, 1, "none")
-    manifest, times = row.divide(candidate.mesh, v, True, row.cut(candidate.mesh, v))
+    cut = choose_cut(row.pipeline(candidate.mesh, name, 640, v), search=False)
+    manifest, times = row.divide(candidate.mesh, v, True, cut.positions)
     schedule = make_schedule(candidate.schedule, 4, 640, v)
     order = walking_order(schedule)
     manifest = replace(manifest, num_microbatches=640)
@@ -330,8 +332,8 @@ def test_auto_compiles_the_best_plan() -> None:
     assert program.manifest.num_microbatches * program.manifest.microbatch_size * program.mesh.data == 8
     assert program.options is not None
     assert program.options.recompute == best.recompute
-    compiled = {name: getattr(program.manifest, name) for name in best.options if name != "recompute"}
-    assert compiled | {"recompute": program.options.recompute} == best.options
+    names = "mesh", "schedule", "num_model_chunks", "microbatch_size", "num_microbatches"
+    assert all(getattr(program.manifest, name) == best.options[name] for name in names)
     fixed = autoptd.compile(make_gpt(), mesh="auto", recompute="full", **size)
     assert fixed.options is not None
     assert (fixed.options.recompute, fixed.manifest.microbatch_size) == ("full", 2)

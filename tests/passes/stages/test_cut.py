@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
@@ -38,7 +37,7 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import PARTIAL_SUM, Parameter
 from samples.gpt import GPT, GPTConfig
 from tests.captures import shared_capture
-from tests.cuts import cut_stages, finish_uncut
+from tests.cuts import cut_stages, finish_uncut, time_uncut
 from tests.interpret import run_stage
 from tests.marks import slow_rows_but
 from tests.plain_models import _gpt2, _llama_like
@@ -116,7 +115,7 @@ def test_a_plain_gpt(pipeline: int, num_stages: int) -> None:
 def test_between_tensor_ranks_only_whole_values_cross() -> None:
     model, inputs = build_gpt()
     program = prepare(model, 1, inputs, tensor=2)
-    cut = cut_stages(program, num_stages=finish_uncut(program, "none").units)
+    cut = cut_stages(program, num_stages=time_uncut(program).units)
     crossing = [n for s in cut.stages for n in s.graph.nodes if info(n).role == "boundary"]
     assert crossing
     assert not any(info(n).is_partial or info(n).has_partial_gradient for n in crossing)
@@ -140,7 +139,7 @@ def test_behind_frozen_embeddings_a_residual_stream_is_cut() -> None:
 def test_every_unit_can_be_a_stage() -> None:
     model, inputs = build_gpt()
     program = prepare(model, 1, inputs)
-    units = finish_uncut(program, "none").units
+    units = time_uncut(program).units
     assert units > 30
     check_equal(program, model, inputs, units)
     with pytest.raises(ValueError, match=f"cannot be cut into {units + 1} stages: it has {units} cuttable units"):
@@ -287,13 +286,13 @@ def test_no_cut_through_pieces_or_partial_sums() -> None:
     total = sketch.call(collectives.reduce_from_tensor, sketch.rank, product)
     program = sketch.program(sketch.call(aten.sum.default, total), 1)
     # linear + split + both getitems | relu | mul + reduce | sum
-    cut = sketch.check(program, finish_uncut(program, "none").units)
+    cut = sketch.check(program, time_uncut(program).units)
     for stage in cut.stages:
         for node in stage.graph.nodes:
             if info(node).role == "boundary":
                 assert isinstance(node.meta["val"], torch.Tensor)
                 assert not info(node).is_partial
-    assert finish_uncut(program, "none").units == 5
+    assert time_uncut(program).units == 5
     with_pieces = next(s for s in cut.stages if any(n.target is operator.getitem for n in s.graph.nodes))
     assert [n.target for n in with_pieces.graph.nodes].count(operator.getitem) == 2
 
@@ -337,30 +336,13 @@ def test_stages_within_memory() -> None:
     loss = sketch.call(aten.sum.default, sketch.linears(start(sketch), 8, "a"))
     program = sketch.program(loss, 4)
     matrix, value = HIDDEN * HIDDEN * 32, 4 * HIDDEN * 8
-    limit = 2 * (matrix + 4 * value)
+    limit = 2 * (matrix + 4 * value) + matrix  # a backward holds gradients too
     cut = cut_stages(program, num_stages=4, cluster=with_memory(limit))
     linears = [sum(n.target is aten.linear.default for n in stage.graph.nodes) for stage in cut.stages]
     assert linears == [2, 2, 2, 2]
-    assert "no cut fits" not in cut.log[-1]
+    assert "does not fit" not in cut.log[-1]
     entry = cut_stages(program, num_stages=4, cluster=with_memory(limit // 2)).log[-1]
-    assert re.search(r"; no cut fits in 0\.00 GB a rank: .* stage \d holds .*; use a larger", entry)
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_memory_is_what_the_stages_keep(recompute: str) -> None:
-    """A limit that is just enough for what the cut stages' own ledgers count is enough for the cut."""
-    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=8, n_embd=32, n_head=4, dropout=0.1))
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    program = prepare(model, 1, {"idx": ids, "targets": ids.clone()})
-    (whole,) = recompute_activations(program, recompute=recompute).stages
-    ledger, groups = Ledger(whole, program.mesh), recomputed_groups(whole.graph)
-    kept = count_bytes(ledger.kept(groups))
-    working = max((count_bytes(ledger.saved(group)) for group in groups), default=0)
-    needed = 16 * sum(p.numel() for p in model.parameters()) + 100 * kept + working
-    options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 100, "recompute": recompute}
-    for limit, fits in ((needed, True), (needed - 1, False)):
-        entry = cut_stages(program, num_stages=1, cluster=with_memory(limit), **options).log[-1]
-        assert ("no cut fits" not in entry) is fits
+    assert "does not fit" in entry
 
 
 def test_recomputation_leaves_room() -> None:
@@ -369,9 +351,9 @@ def test_recomputation_leaves_room() -> None:
     ids = torch.zeros(4, 64, dtype=torch.long)
     program = prepare(model, 4, {"idx": ids, "targets": ids.clone()})
     limit = 2 * 10**6
-    assert "no cut fits in 0.00 GB a rank" in cut_stages(program, num_stages=4, cluster=with_memory(limit)).log[-1]
+    assert "does not fit" in cut_stages(program, num_stages=4, cluster=with_memory(limit)).log[-1]
     cut = cut_stages(program, num_stages=4, cluster=with_memory(limit), recompute="full")
-    assert "no cut fits" not in cut.log[-1]
+    assert "does not fit" not in cut.log[-1]
     for stage, count in zip(recompute_activations(cut, recompute="full").stages, (4, 3, 2, 1), strict=True):
         held = count_bytes(Ledger(stage, cut.mesh).kept(recomputed_groups(stage.graph)))
         states = 16 * sum(math.prod(p.shape) for p in stage.parameters.values() if p.kind == "parameter")
@@ -400,7 +382,7 @@ def test_memory_is_that_of_the_schedule(schedule: str, fits: bool) -> None:
     program = prepare(model, 4, {"idx": ids, "targets": ids.clone()})
     options: dict[str, Any] = {"num_stages": 4, "num_microbatches": 16, "cluster": with_memory(4 * 10**6)}
     entry = cut_stages(program, schedule=schedule, **options).log[-1]
-    assert ("no cut fits" not in entry) is fits
+    assert ("does not fit" not in entry) is fits
 
 
 def test_128_layers_are_cut_into_128_stages_none_empty() -> None:
@@ -422,10 +404,8 @@ def test_a_cut_within_a_kernel_costs_what_its_parts_take() -> None:
     inputs = {"idx": torch.zeros(2, 16, dtype=torch.long), "targets": torch.zeros(2, 16, dtype=torch.long)}
     program = prepare(GPT(GPTConfig(16, 16, 2, 2, 32, dropout=0.1)), 2, inputs)
     cluster = Cluster.load("dgx-a100")
-    times, durations = (
-        finish_uncut(program, "none").times(cluster),
-        Durations(cluster, program.mesh, Precision("fp32")),
-    )
+    times = time_uncut(program, cluster).pipeline(program.mesh, "1f1b", 1, 1).times
+    durations = Durations(cluster, program.mesh, Precision("fp32"))
     within = 0
     for at in (place for place, fit in enumerate(times.may_cut) if fit):
         cut = cut_at(program, [at], "")

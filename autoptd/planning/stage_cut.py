@@ -1,0 +1,54 @@
+"""Cut a model into the stages of a pipeline, in the memory that a simulated step of them takes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from autoptd.passes.cost.schedule_times import live_microbatches, order_actions
+from autoptd.passes.stages.choice import choose_cut
+from autoptd.passes.stages.cut import fit_cut
+from autoptd.passes.stages.solver import Cut
+from autoptd.planning.layer_costs import LayerCosts
+from autoptd.runtime.program.mesh import Mesh
+from autoptd.simulate.step import Training, simulate_times
+
+
+def find_cut(
+    costs: LayerCosts,
+    mesh: Mesh,
+    schedule: str,
+    num_microbatches: int,
+    chunks: int,
+    *,
+    limit: int | None = None,
+    training: Training | None = None,
+    scatter_gather: bool = True,
+    search: bool = True,
+) -> tuple[Cut, Sequence[int]]:
+    """Return the cut with the shortest step whose ranks hold at most `limit` bytes, and what they hold.
+
+    The bytes are those of a simulated step run as `training` says; where no cut is found to fit, the leanest one that
+    was tried is returned. Without a limit nothing is counted. Without `search` the slowest stage is as fast as can be,
+    which is quicker to find. ValueError for more stages than `costs.units`.
+    """
+    p = mesh.pipeline
+    pipeline = costs.pipeline(mesh, schedule, num_microbatches, chunks)
+    if limit is None:
+        return choose_cut(pipeline, search=search), ()
+    run = training or Training()
+    # A longer step holds no more, but with GPipe.
+    count = num_microbatches if schedule == "gpipe" else min(num_microbatches, 3 * p)
+    actions, order = order_actions(schedule, p, count, chunks)
+
+    def hold(cut: Cut) -> Sequence[int]:
+        manifest, times = costs.divide(mesh, chunks, scatter_gather, cut.positions)
+        manifest = replace(manifest, num_microbatches=count)
+        return simulate_times(manifest, times, actions, order, costs.cluster, costs.precision, run).memory_bytes
+
+    alive = live_microbatches(actions, p * chunks, lasting=costs.cluster.device.has_graphs)
+    memory = costs.memory(alive, run.states(costs.precision, mesh.data), [0] * p, limit)
+    found = fit_cut(partial(choose_cut, pipeline, search=search), hold, memory)
+    if max(found[1]) > limit and search and chunks > 1:
+        even = fit_cut(partial(choose_cut, pipeline, search=False), hold, memory)
+        found = min(found, even, key=lambda own: max(own[1]))
+    return found
