@@ -228,7 +228,7 @@ class _Job:
             found, _ = find(None)
             del find  # and the kernels that it timed, before the program is made
             return found.positions, self.finish(divided, found.positions, self._describe(found))
-        limit = most = int(self.cluster.device.memory_bytes)
+        limit = most = int(self.cluster.device.usable_bytes)
         for _ in range(MOST_CUTS):
             found, held = find(limit)
             none = f"; no cut was found to fit in {most / 1e9:.4g} GB a rank" * (max(held) > limit)

@@ -39,7 +39,7 @@ def cut_stages(
     """Cut the one stage of `program` as `compile` does, in the memory of a given `cluster`."""
     costs, mesh = time_uncut(program, cluster, **options), program.mesh
     m = num_microbatches or 8 * mesh.pipeline
-    limit = None if cluster is None else int(cluster.device.memory_bytes)
+    limit = None if cluster is None else int(cluster.device.usable_bytes)
     cut, held = find_cut(costs, mesh, schedule, m, num_stages // mesh.pipeline, limit=limit)
     entry = describe_cut(cut, mesh.pipeline, costs.cluster.name)
     return cut_at(program, cut.positions, entry + "; it does not fit" * (limit is not None and max(held) > limit))

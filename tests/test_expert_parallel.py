@@ -202,7 +202,7 @@ def test_a_plan_divides_experts_over_data_ranks_where_they_do_not_fit() -> None:
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config))
     ids = torch.ones(1, 32, dtype=torch.long)
     cluster = Cluster.load("dgx-a100")
-    small = replace(cluster, device=replace(cluster.device, memory_bytes=60e6))
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=60e6, reserved_bytes=0.0))
     given: Any = {"example_inputs": {"input_ids": ids, "labels": ids}}
     best, *others = autoptd.plan(model, world_size=4, global_batch=8, max_tensor=1, cluster=small, **given)
     assert (best.data, best.expert) == (4, 4)

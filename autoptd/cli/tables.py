@@ -105,7 +105,7 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int, command: st
 
 def _print_memory(console: Console, simulation: Simulation) -> None:
     peaks = simulation.memory_bytes
-    fullest, size = peaks.index(max(peaks)), simulation.cluster.device.memory_bytes
+    fullest, size = peaks.index(max(peaks)), simulation.cluster.device.usable_bytes
     held = ", ".join(f"{name} {write_bytes(count)}" for name, count in simulation.held_bytes.items())
     verdict = "[green]fits[/]" if simulation.fits else "[bold red]does not fit[/]"
     console.print(

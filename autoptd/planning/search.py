@@ -59,7 +59,7 @@ def plan(
     zero: int = 0,
     wide_gradients: bool = True,
 ) -> tuple[Plan, ...]:
-    """Find the fastest way to train `model` on `world_size` devices that fits in their memory.
+    """Find the fastest way to train `model` on `world_size` devices that fits in their memory, less its reserve.
 
     Considered are all meshes (t, p, d) of that size, microbatches of 1, 2, 4, … sequences, up to 8 model chunks a
     pipeline rank (no more stages than layers), and recomputation of nothing, the attention weights or all layers.
@@ -108,7 +108,7 @@ class Search:
 
     def __init__(self, estimator: Estimator, space: Space) -> None:
         self._estimator, self._space = estimator, space
-        self._limit = space.cluster.device.memory_bytes
+        self._limit = space.cluster.device.usable_bytes
         self._recompute = space.recompute or RECOMPUTE[0]
         self._size = space.microbatch_size or 1
         self._whole = estimator.measure(1, self._size, self._recompute)

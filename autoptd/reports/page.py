@@ -53,7 +53,7 @@ def write_page(
 
 
 def _tiles(simulation: Simulation) -> Iterator[str]:
-    fullest, size = max(simulation.memory_bytes), simulation.cluster.device.memory_bytes
+    fullest, size = max(simulation.memory_bytes), simulation.cluster.device.usable_bytes
     verdict = "fits" if simulation.fits else "does not fit"
     shown = {
         "step": format_seconds(simulation.step_seconds),

@@ -49,8 +49,8 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak of every rank fits in its device's memory."""
-        return max(self.memory_bytes) <= self.cluster.device.memory_bytes
+        """Whether the peak of every rank fits in its device's memory, less the reserve."""
+        return max(self.memory_bytes) <= self.cluster.device.usable_bytes
 
     def save_trace(self, path: str | Path) -> None:
         """Write a Chrome trace for Perfetto; a `path` that ends in .gz is compressed."""
@@ -63,13 +63,14 @@ class Simulation:
 
     def __str__(self) -> str:
         parts = [f"{name} {seconds / self.step_seconds:.1%}" for name, seconds in self.breakdown.items()]
-        fullest = max(self.memory_bytes)
+        fullest, device = max(self.memory_bytes), self.cluster.device
         return (
             f"{self.cluster.name}, {self.dtype}: {self.step_seconds:.4g} s a step, {self.tflops_per_device:.1f} "
             f"TFLOP/s per device, {self.mfu:.1%} of its peak without recomputation\n"
             f"rank {self.critical_rank}: {', '.join(parts)}\n"
-            f"memory: at most {fullest / 1e9:.3g} GB on pipeline rank {self.memory_bytes.index(fullest)}, "
-            f"{'within' if self.fits else 'more than'} {self.cluster.device.memory_bytes / 1e9:.3g} GB"
+            f"memory: {fullest / 1e9:.3g} GB on pipeline rank {self.memory_bytes.index(fullest)}, "
+            f"{(fullest + device.reserved_bytes) / 1e9:.3g} GB at most with what a process holds besides, "
+            f"{'within' if self.fits else 'more than'} {device.memory_bytes / 1e9:.3g} GB"
         )
 
 

@@ -57,7 +57,8 @@ class Link:
 class Device:
     """One accelerator.
 
-    `peak_flops` is by dtype; `memory_bandwidth` in bytes/s; both as the maker gives them. `gemm_efficiency` and
+    `peak_flops` is by dtype; `memory_bandwidth` in bytes/s; both as the maker gives them. Of the `memory_bytes` plans
+    leave `reserved_bytes` free, for what a process holds besides the program's tensors. `gemm_efficiency` and
     `memory_efficiency` are the shares that a large GEMM without remainders and a large elementwise kernel reach.
     `vector_flops` is FLOP/s outside GEMMs, which bounds elementwise kernels on CPUs, where memory bounds them on GPUs.
     A GEMM's result is computed in tiles of `tile_rows` x `tile_columns` or their halves, one on each of
@@ -77,6 +78,11 @@ class Device:
     tile_columns: int
     launch_seconds: float
     graphed_launch_seconds: float = 0.0
+    reserved_bytes: float = 0.0
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.memory_bytes - self.reserved_bytes
 
     @property
     def has_graphs(self) -> bool:
@@ -163,6 +169,8 @@ class Cluster:
         if unknown or not cluster.device.peak_flops:
             found = f"device.peak_flops has {unknown[0]!r}" if unknown else "device.peak_flops is empty"
             raise ValueError(f"{path}: {found}: expected dtypes among {', '.join(ITEM_BYTES)}")
+        if cluster.device.usable_bytes <= 0:
+            raise ValueError(f"{path}: device.reserved_bytes leaves nothing of memory_bytes: expected less")
         return cluster
 
     def save(self, path: str | Path, source: str, others: Mapping[str, str] | None = None) -> None:

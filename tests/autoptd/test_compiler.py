@@ -38,7 +38,7 @@ def test_the_cut_is_weighed_by_the_cluster_that_is_given() -> None:
 def test_the_cut_fits_a_cluster_that_is_given() -> None:
     """Where none fits the log says so; the default cluster, which nobody asked for, limits nothing."""
     selene = autoptd.Cluster.load("dgx-a100")
-    small = replace(selene, device=replace(selene.device, memory_bytes=1e5))
+    small = replace(selene, device=replace(selene.device, memory_bytes=1e5, reserved_bytes=0.0))
     logs = ["\n".join(compile_small(**options).log) for options in ({"cluster": small}, {"cluster": selene}, {})]
     assert ["no cut was found to fit in 0.0001 GB a rank" in log for log in logs] == [True, False, False]
 

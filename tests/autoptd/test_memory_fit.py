@@ -21,7 +21,7 @@ LAPTOP = Cluster.load("laptop-cpu")
 
 
 def with_memory(count: float) -> Cluster:
-    return replace(LAPTOP, device=replace(LAPTOP.device, memory_bytes=count))
+    return replace(LAPTOP, device=replace(LAPTOP.device, memory_bytes=count, reserved_bytes=0.0))
 
 
 def compile_heavy(cluster: Cluster | None, chunks: int) -> autoptd.CompiledProgram:
@@ -36,7 +36,7 @@ def compile_heavy(cluster: Cluster | None, chunks: int) -> autoptd.CompiledProgr
 def test_a_program_for_a_cluster_fits_where_a_cut_does(chunks: int, graphs: bool) -> None:
     device = replace(LAPTOP.device, graphed_launch_seconds=1e-6 * graphs)
     free = max(compile_heavy(None, chunks).simulate(replace(LAPTOP, device=device)).memory_bytes)
-    cluster = replace(LAPTOP, device=replace(device, memory_bytes=0.94 * free))
+    cluster = replace(LAPTOP, device=replace(device, memory_bytes=0.94 * free, reserved_bytes=0.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert compile_heavy(cluster, chunks).simulate(cluster).fits

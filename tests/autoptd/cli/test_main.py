@@ -169,7 +169,7 @@ def test_simulate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*map(str, words)]) == 0
     shown = capsys.readouterr().out
     assert "DGX A100 (Selene), bf16" in shown
-    assert "fits in 80 GB" in shown
+    assert "fits in 75.2 GB" in shown
 
 
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def make_gpt(layers: int = 8, dtype: torch.dtype = torch.bfloat16) -> GPT:
 
 
 def with_memory(count: float) -> Cluster:
-    return replace(SELENE, device=replace(SELENE.device, memory_bytes=count))
+    return replace(SELENE, device=replace(SELENE.device, memory_bytes=count, reserved_bytes=0.0))
 
 
 MEGATRON = Training(overlap=False, wide_gradients=False)
@@ -123,6 +123,24 @@ def test_a_model_that_fits_in_another_cut_has_a_plan(recompute: str) -> None:
         limit = int(0.98 * max(estimate.memory_bytes))
         assert (max(estimator.fit(candidate, limit).memory_bytes) <= limit) == (candidate.pipeline > 1)
         assert estimator.estimate(candidate) == estimate
+
+
+def test_plans_leave_the_reserve_of_a_device_free() -> None:
+    """In 36 MB of 40 fits what fits in 36 without a reserve: the same plans, and programs that say so."""
+    device = replace(with_memory(40e6).device, reserved_bytes=4e6)
+    size: Any = {"world_size": 4, "global_batch": 16}
+    best = autoptd.plan(make_gpt(), cluster=(reserving := replace(SELENE, device=device)), **size)[0]
+    assert best == autoptd.plan(make_gpt(), cluster=with_memory(36e6), **size)[0]
+    assert best.memory_bytes <= 36e6
+    step = autoptd.compile(make_gpt(), **best.options).simulate(reserving)
+    assert step.fits
+    peak = max(step.memory_bytes)
+    assert f"{(peak + 4e6) / 1e9:.3g} GB at most with what a process holds besides, within 0.04 GB" in str(step)
+    full = replace(reserving, device=replace(device, reserved_bytes=40e6 - peak + 1))
+    assert not autoptd.compile(make_gpt(), **best.options).simulate(full).fits
+    for name in ("dgx-a100", "dgx-h100", "dgx-h200", "gb200-nvl72", "p4de", "dgx-1-v100"):
+        device = Cluster.load(name).device
+        assert device.usable_bytes <= 0.941 * device.memory_bytes
 
 
 def test_a_cut_is_of_its_ranks() -> None:

@@ -371,7 +371,7 @@ def test_zero_divides_the_optimizers_states() -> None:
 
 def test_simulations_say_what_does_not_fit_in_memory() -> None:
     program = compile_gpt((1, 1, 1))
-    small = replace(SELENE, device=replace(SELENE.device, memory_bytes=1e6))
+    small = replace(SELENE, device=replace(SELENE.device, memory_bytes=1e6, reserved_bytes=0.0))
     assert program.simulate(SELENE).fits
     assert not program.simulate(small).fits
     assert "more than 0.001 GB" in str(program.simulate(small))

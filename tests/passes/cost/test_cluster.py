@@ -42,6 +42,7 @@ def test_a_users_file_loads_by_path(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("nics_per_node = 8 ", "", "mine.toml: missing 'nics_per_node'"),
+        ("4.8e9", "80e9", "device.reserved_bytes leaves nothing of memory_bytes: expected less"),
         ("nics_per_node = 8 ", "nics_per_nod = 8", "unknown key 'nics_per_nod'; did you mean 'nics_per_node'?"),
         ("launch_seconds", "launch_second", "device: unknown key 'launch_second'; did you mean 'launch_seconds'?"),
         (

@@ -57,7 +57,7 @@ def prepare(model: nn.Module, pipeline: int, inputs: Mapping[str, Tensor], tenso
 
 def with_memory(count: int) -> Cluster:
     cluster = Cluster.load("dgx-a100")
-    return replace(cluster, device=replace(cluster.device, memory_bytes=count))
+    return replace(cluster, device=replace(cluster.device, memory_bytes=count, reserved_bytes=0.0))
 
 
 def run_stages(program: Program, weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
