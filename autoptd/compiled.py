@@ -54,7 +54,7 @@ class CompiledProgram:
     """The parallel program: `texts`, one per pipeline rank, are what runs; `stages` are the same as graphs.
 
     `manifest` has the plan in numbers, `log` a line per pass. `model` is the user's own module: `bind` takes its
-    weights, and `verify` compares with it. `options` are those of the passes. A loaded program has neither. `further`
+    weights, and `verify` compares with it. `options` are those of the passes, unless it is loaded. `further`
     are the programs of further input shapes, with the same parameters in the same places: bound, they are one model.
     """
 
@@ -213,9 +213,9 @@ class CompiledProgram:
     ) -> Explanation:
         """Explain the time of a step on `cluster`: print the result, or read its fields.
 
-        It has the critical rank, the cost of the bubble, the exposed communication, and the effect of one more chunk,
-        microbatch or tensor rank. The last are estimates (see `Estimator`) with the program's own `options`; they need
-        the model, which a loaded program does not have, and ranks in their default order. `training`: as of `simulate`.
+        It has the critical rank, the cost of the bubble, the exposed communication, the effect of other settings, and
+        the one that it recommends. Settings that need other texts are estimated (see `Estimator`) with the program's
+        own `options`, from the model, and for ranks in their default order. `training`: as of `simulate`.
         """
         simulation = self.simulate(cluster, dtype, **training)
         known = self.manifest, self.stages, simulation, self.model, self.loss_fn, self.options

@@ -258,7 +258,8 @@ class _Job:
         self.say("emit and check")
         parameters = divided.stages[0].parameters
         job = {n: getattr(self, n) for n in ("schedule", "num_microbatches", "scatter_gather", "seed")}
-        manifest = describe_program(program, parameters, self.model, self.loss_fn, shape=shape, **job)
+        job |= {"recompute": self.options.recompute, "shape": shape}
+        manifest = describe_program(program, parameters, self.model, self.loss_fn, **job)
         if shape == 0 and self.num_microbatches * self.mesh.data > 1:
             for text in describe_means(program, divided):
                 warn_caller(text)

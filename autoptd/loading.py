@@ -3,6 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
+from autoptd.capture.quantized_modules import read_quantized
 from autoptd.check.program import check_program
 from autoptd.compiled import CompiledProgram
 from autoptd.description import write_title
@@ -10,19 +13,23 @@ from autoptd.input_shapes import naming_program
 from autoptd.runtime.launch import end_with_launcher
 from autoptd.text.folder import load_folder
 from autoptd.text.reader import shape_folder, trace_program
+from autoptd.weights.sources import check_parameters
 
 
-def load(folder: str | Path) -> CompiledProgram:
+def load(folder: str | Path, model: nn.Module | None = None) -> CompiledProgram:
     """Load the program that `CompiledProgram.save` wrote, edits included: stages are traced anew from the texts.
 
-    Runs the texts' code. ValueError for missing files or a text that does not trace; `ProgramError` for contradictions.
+    `model` is the one that was compiled, for `verify`, `explain` and `bind`. Runs the texts' code. ValueError for
+    missing files, a text that does not trace, or another model; `ProgramError` for contradictions.
     """
     end_with_launcher()
     name = Path(folder).resolve().name
     first = _load(Path(folder), name)
     further = (_load(Path(folder) / shape_folder(n), name) for n in range(1, first.manifest.num_shapes))
-    result = replace(first, further=tuple(further))
+    result = replace(first, further=tuple(further), model=model)
     result.check_shapes()
+    if model is not None:
+        check_parameters(result.manifest, read_quantized(model))
     return result
 
 

@@ -82,7 +82,7 @@ IMPORTS = {
         "difference": "compiled planning text",
         "gc_pause": "",
         "input_shapes": "check",
-        "loading": "check compiled description input_shapes text",
+        "loading": "capture check compiled description input_shapes text weights",
         "loss": "",
         "options": "",
         "pass_list": "options progress",

@@ -22,7 +22,7 @@ from autoptd.passes.ir.program import Stage, find_trained, split_results
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.experts import EXCHANGES
 from autoptd.passes.operators.record import OperatorRules, Records
-from autoptd.passes.operators.table import OPERATORS, Trait, has_trait, rules_of
+from autoptd.passes.operators.table import Trait, find_record, has_trait, rules_of
 from autoptd.passes.operators.views import reshape_placed
 from autoptd.passes.tensor_parallel.text_rule import read_rules
 from autoptd.runtime import aten, collectives
@@ -275,12 +275,14 @@ def placement_after(node: fx.Node, placements: proof.Placements, rules: Records)
 def _find_rules(node: fx.Node, rules: Records) -> OperatorRules:
     if isinstance(node.target, OpOverload | AutogradFunction):
         return rules.get(operator_name(node.target)) or rules_of(node)
-    return OPERATORS.get(node.target) or _rules_of_function(node.target)
+    return find_record(node.target) or _rules_of_function(node.target)
 
 
 @cache
 def _rules_of_function(function: Any) -> OperatorRules:
     """The record of the operator that a Python function is named like."""
     name = str(getattr(function, "__name__", "")).replace("truediv", "div")
-    record = OPERATORS.get(getattr(aten, name, None)) or OperatorRules()
+    packet: Any = getattr(aten, name, None)
+    overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
+    record = next(filter(None, map(find_record, overloads)), OperatorRules())
     return record if record.placed in _FUNCTIONS else OperatorRules()

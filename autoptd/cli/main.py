@@ -95,18 +95,16 @@ def _inspect(args: argparse.Namespace) -> Outcome:
 
 
 def _describe_program(program: CompiledProgram) -> Outcome:
-    return Outcome(asdict(program.overview), lambda console: tables.print_overview(console, program.overview))
+    return Outcome(asdict(program.overview), lambda console: tables.print_lines(console, str(program).splitlines()))
 
 
 def _simulate(args: argparse.Namespace) -> Outcome:
     """Time a training step of a saved program on a described cluster."""
-    _check_files(args.trace, args.svg)
+    _check_file(args.trace)
     training = _given(args, CompiledProgram.simulate)
     simulation = _load(args.program).simulate(args.cluster, args.dtype, **training)
     if args.trace:
         simulation.save_trace(args.trace)
-    if args.svg:
-        simulation.save_svg(args.svg)
     found = _describe_simulation(simulation)
     return Outcome(found, lambda console: tables.print_simulation(console, simulation))
 
@@ -128,26 +126,24 @@ def _describe_verified(report: Report) -> dict[str, Any]:
     return {name: _finite(value) for name, value in found.items()}
 
 
-def _check_files(*paths: Path | None) -> None:
+def _check_file(path: Path | None) -> None:
     """Raise ValueError, before the work starts, for a path that cannot be written."""
-    given = [path for path in paths if path is not None]
-    if len({path.resolve() for path in given}) < len(given):
-        raise ValueError(f"{given[0]} is given twice: give each file a name of its own")
-    for path in given:
-        place = path if path.exists() else path.parent
-        checks = {
-            "is a folder": path.is_dir(),
-            "is not a folder": not path.parent.is_dir(),
-            "is not writable": not os.access(place, os.W_OK),
-        }
-        for wrong in (wrong for wrong, found in checks.items() if found):
-            raise ValueError(f"{place} {wrong}: give a file to write, in a folder that exists")
+    if path is None:
+        return
+    place = path if path.exists() else path.parent
+    checks = {
+        "is a folder": path.is_dir(),
+        "is not a folder": not path.parent.is_dir(),
+        "is not writable": not os.access(place, os.W_OK),
+    }
+    for wrong in (wrong for wrong, found in checks.items() if found):
+        raise ValueError(f"{place} {wrong}: give a file to write, in a folder that exists")
 
 
 def _report(args: argparse.Namespace) -> Outcome:
     """Write a page with the schedule, memory, communication, stages and texts."""
-    _check_files(args.output)
-    program = _load(args.program)
+    _check_file(args.output)
+    program = _load(args.program, args.model)
     explanation = program.explain(args.cluster, args.dtype, **_given(args, CompiledProgram.simulate))
     simulation = explanation.simulation
     write_page(args.output, program.overview, simulation, explanation.lines, program.texts)
@@ -160,17 +156,17 @@ def _report(args: argparse.Namespace) -> Outcome:
 
 def _calibrate(args: argparse.Namespace) -> Outcome:
     """Measure this machine: a cluster for the other commands, in a .toml file."""
-    _check_files(args.output)
+    _check_file(args.output)
     cluster = calibrate(args.output, **_given(args, calibrate))
     return Outcome(asdict(cluster), lambda console: tables.print_cluster(console, cluster))
 
 
-def _load(folder: Path) -> CompiledProgram:
+def _load(folder: Path, model: str | None = None) -> CompiledProgram:
     if not folder.is_dir():
         saved = [str(near.parent) for near in folder.parent.glob(f"*/{MANIFEST}")]
         hint = suggest(str(folder), saved)
         raise ValueError(f"there is no folder {folder}{hint}; give one of program.save or autoptd compile")
-    return load(folder)
+    return load(folder, None if model is None else make_model(model))
 
 
 def _given(args: argparse.Namespace, function: Callable[..., object]) -> dict[str, Any]:
@@ -182,7 +178,7 @@ def _given(args: argparse.Namespace, function: Callable[..., object]) -> dict[st
 def _describe_simulation(simulation: Simulation) -> dict[str, object]:
     names = (
         *("dtype", "step_seconds", "tflops_per_device", "mfu", "bubble_fraction"),
-        *("critical_rank", "breakdown", "memory_bytes", "held_bytes", "fits"),
+        *("critical_rank", "breakdown", "memory_bytes", "held_bytes", "fits", "uncounted"),
     )
     device = {"device_memory_bytes": simulation.cluster.device.memory_bytes}
     return {"cluster": simulation.cluster.name, **{n: getattr(simulation, n) for n in names}, **device}
@@ -257,7 +253,6 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--wide-gradients": {**FLAG, "help": "sum gradients in at least float32"},
     "--zero": {"type": int, "default": 0, "help": "1: the replicas share the optimizer's states"},
     "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
-    "--svg": {"type": Path, "help": "write a picture"},
     "--devices": {"type": int, "help": "processes that share this machine's cores; default one for each"},
     "--seconds": {"type": float, "help": "how long to measure, about"},
     "--output": {"type": Path, "help": "to write: a program's folder, a page, or a cluster's .toml file"},
@@ -270,10 +265,10 @@ COMMANDS: Mapping[Callable[[argparse.Namespace], Outcome], str] = {
     _compile: "model --mesh! --output! --microbatch-size --num-microbatches --num-model-chunks --schedule --recompute "
     f"--expert --seed --world-size --global-batch {STEP.replace('!', '')}",
     _inspect: "program",
-    _simulate: f"program {STEP} --trace --svg",
+    _simulate: f"program {STEP} --trace",
     _verify: "program --model! --seed",
     _calibrate: "--output --devices --seconds",
-    _report: f"program {STEP} --output!",
+    _report: f"program {STEP} --output! --model",
 }
 
 

@@ -9,9 +9,8 @@ from rich.table import Table
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.planning.plan import Plan
-from autoptd.reports.overview import Overview
-from autoptd.reports.summary import HEAD, describe_all, format_seconds, format_tflops, headline, list_stages
-from autoptd.simulate.step import Simulation
+from autoptd.reports.summary import format_seconds, format_tflops
+from autoptd.simulate.step import Simulation, describe_uncounted
 from autoptd.text.comments import write_bytes
 
 PLAIN_WIDTH = 110  # of what goes to a file or a pipe
@@ -23,18 +22,6 @@ def open_console() -> Console:
     """Return a console of the terminal's width, or of a fixed width elsewhere, to compare run with run."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
-
-
-def print_overview(console: Console, program: Overview) -> None:
-    """Print mesh, schedule, stages, communication, and the log of the passes."""
-    first, *rest = headline(program)
-    console.print(f"[bold]{escape(first)}[/]")
-    print_lines(console, rest)
-    _print_table(console, HEAD, list_stages(program.stages), words=(2, 3))
-    print_lines(console, describe_all(program))
-    if program.log:
-        console.print("\n[bold]passes[/]")
-        print_lines(console, program.log)
 
 
 def print_simulation(console: Console, simulation: Simulation) -> None:
@@ -52,6 +39,7 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     spent = [(n, format_seconds(s), f"{s / step:.1%}") for n, s in simulation.breakdown.items()]
     _print_table(console, ("kind", "time", "of the step"), spent)
     _print_memory(console, simulation)
+    print_lines(console, describe_uncounted(simulation.uncounted))
 
 
 def print_cluster(console: Console, cluster: Cluster) -> None:
@@ -98,6 +86,7 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int, command: st
     console.print("t tensor, p pipeline, d data ranks; v model chunks a rank; m microbatches of b sequences")
     if not all(plan.fits for plan in plans[:shown]):
         console.print("(!) does not fit, (?) unknown: not simulated")
+    print_lines(console, describe_uncounted(plans[0].uncounted))
     if len(plans) > shown:
         console.print(f"and {len(plans) - shown} more; --top shows them")
     print_lines(console, [command])

@@ -20,6 +20,7 @@ from autoptd.capture.quantized_modules import read_quantized
 from autoptd.options import Options, fold_experts
 from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost import schedule_times
+from autoptd.passes.cost.call_work import find_uncounted
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.ir.program import Passes, Program
@@ -83,6 +84,7 @@ class Estimator:
         self._rows: dict[tuple[int, int | None, str | int, int], LayerCosts] = {}
         self._exchanging: dict[tuple[Key, Mesh], LayerCosts] = {}
         self._stages: dict[Candidate, Divided] = {}
+        self.uncounted: dict[str, float] = {}  # of a simulation
 
     @property
     def example_size(self) -> int | None:
@@ -203,6 +205,7 @@ class Estimator:
         with show_progress("plan") as say:
             say("finish uncut")
             fused_order = FusedOrder(divided, finishing)
+        self.uncounted |= find_uncounted([fused_order.stage])
         precision = Precision.of(divided.stages, self._dtype)
         mesh = fold_experts(Mesh(tensor, 1, self._world_size // tensor), expert or None)
         durations = Durations(self.cluster, mesh, precision, self.training.overlap)

@@ -16,18 +16,20 @@ from autoptd.planning.estimator import Estimator
 from autoptd.planning.plan import Candidate
 from autoptd.runtime import collectives
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.simulate.step import Simulation, Training
+from autoptd.runtime.program.schedule import make_schedule
+from autoptd.simulate.step import Simulation, Training, simulate_program
 
-UNKNOWN = "the estimate needs the model, which a loaded program does not have"
+UNKNOWN = "the estimate needs the model, which a loaded program does not have: load(folder, model), report --model"
+WORTH = 0.01  # of the time of a sequence that a recommended change must save
 REORDERED = "estimates are for ranks in the default order, tensor innermost: compile for mesh=(tensor, pipeline, data)"
 
 
 @dataclass(frozen=True)
 class Change:
-    """The estimate of a step with another setting: `step_seconds`, and bytes of the fullest rank.
+    """A step with another setting, simulated or estimated: `step_seconds`, and bytes of the fullest rank.
 
-    `seconds_per_sequence` is relative to the estimate of the program itself: below 1 is faster. It knows no memory
-    limit. `refused` is the reason why there is no estimate.
+    `seconds_per_sequence` is relative to that of the program itself: below 1 is faster. It knows no memory limit. With
+    `trains_alike` the batch is the same. `refused` is the reason why there is no estimate.
     """
 
     what: str
@@ -35,6 +37,7 @@ class Change:
     memory_bytes: int = 0
     seconds_per_sequence: float = 0.0
     refused: str = ""
+    trains_alike: bool = True
 
     def __str__(self) -> str:
         if self.refused:
@@ -60,6 +63,27 @@ class Explanation:
     changes: tuple[Change, ...]
 
     @property
+    def recommended(self) -> Change | None:
+        """The change with the shortest step that fits in memory; None if the program fits and none is worth it."""
+        size = self.simulation.cluster.device.usable_bytes
+        known = [change for change in self.changes if change.trains_alike and not change.refused]
+        fitting = [change for change in known if change.memory_bytes <= size]
+        best = min(fitting, key=lambda change: change.seconds_per_sequence, default=None)
+        worth = best is not None and best.seconds_per_sequence < 1 - WORTH
+        return best if worth or not self.simulation.fits else None
+
+    @property
+    def conclusion(self) -> str:
+        """The sentence that says what to do."""
+        if self.recommended is not None:
+            return f"recommended: {self.recommended}" + ", which fits" * (not self.simulation.fits)
+        if self.simulation.fits:
+            return f"no other setting here saves {WORTH:.0%} of the time: keep these; autoptd.plan compares all meshes"
+        return (
+            "no setting here fits: autoptd.plan searches all meshes, microbatches and recomputation for one that does"
+        )
+
+    @property
     def lines(self) -> tuple[str, ...]:
         """The sentences of the explanation, without the simulation."""
         sim, work = self.simulation, self.work_seconds
@@ -73,6 +97,7 @@ class Explanation:
             f"{sim.bubble_fraction:.1%}, and (p - 1)/(v m) is {self.bubble_ideal:.1%}",
             f"communication that nothing hides: {', '.join(exposed)}",
             *(f"with {change}" for change in self.changes),
+            self.conclusion,
         )
 
     def __str__(self) -> str:
@@ -90,24 +115,29 @@ def explain_program(
 ) -> Explanation:
     """See `CompiledProgram.explain`; the `simulation` is of `training`.
 
-    Without the `model` and its `options`, or where ranks have their own order, it says that no change is estimated.
+    Without the `model`, or where ranks have their own order, only changes that leave the texts as they are have times.
     """
     p, v, m = manifest.mesh.pipeline, manifest.num_model_chunks, manifest.num_microbatches
     computed = ([entry for entry in row if entry.action.kind.computes] for row in simulation.timeline)
     work = tuple(sum(entry.end - entry.start for entry in row) for row in computed)
     reordered = manifest.mesh.ranks is not None
-    changes: tuple[Change, ...] = (Change("other settings", refused=REORDERED if reordered else UNKNOWN),)
-    if model is not None and options is not None and not reordered:
+    divided = any(n.target is collectives.reduce_scatter for stage in stages for n in stage.graph.nodes)
+    options = options or Options(manifest.recompute, sequence_parallel=divided, device=manifest.device)
+    if reordered:
+        model = None
+    changes = [*_simulate_changes(manifest, stages, simulation, training, larger=model is None)]
+    if model is None:
+        changes.append(Change("other settings", refused=REORDERED if reordered else UNKNOWN))
+    else:
         known = model, simulation.cluster, manifest.mesh.size, simulation.dtype, training
         given: Any = {"example_inputs": make_example(manifest), "loss_fn": loss_fn}
         given["scatter_gather"] = manifest.scatter_gather
-        divided = any(n.target is collectives.reduce_scatter for stage in stages for n in stage.graph.nodes)
         both = options, replace(options, sequence_parallel=not divided)
         estimators = [Estimator(*known, **given, options=each) for each in both]
-        changes = tuple(_change(manifest, options.recompute, *estimators, divided=divided))
+        changes += _change(manifest, options.recompute, *estimators, divided=divided)
     modules = ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p])
     exposed = {kind: simulation.breakdown[kind] for kind in ("tensor", "pipeline", "data")}
-    return Explanation(simulation, modules, (p - 1) / (v * m), exposed, work, changes)
+    return Explanation(simulation, modules, (p - 1) / (v * m), exposed, work, tuple(changes))
 
 
 def _name_modules(stage: Stage) -> str:
@@ -116,6 +146,22 @@ def _name_modules(stage: Stage) -> str:
 
 
 # Other settings
+
+
+def _simulate_changes(
+    manifest: Manifest, stages: Sequence[Stage], simulation: Simulation, training: Training, *, larger: bool
+) -> Iterator[Change]:
+    """Yield the changes that leave the texts as they are: more microbatches if `larger`, divided optimizer states."""
+    p, m, v = manifest.mesh.pipeline, manifest.num_microbatches, manifest.num_model_chunks
+    count = m + (p if manifest.schedule == "interleaved_1f1b" else 1)
+    rows = [(f"{count} microbatches for {m} (a larger batch)", count, training)] if larger else []
+    if manifest.mesh.data > 1 and not training.zero:
+        rows.append(("zero=1 (parallel.shard_optimizer)", m, replace(training, zero=1)))
+    for what, number, how in rows:
+        changed, order = replace(manifest, num_microbatches=number), make_schedule(manifest.schedule, p, number, v)
+        found = simulate_program(changed, stages, order, simulation.cluster, simulation.dtype, how)
+        each = found.step_seconds / number / (simulation.step_seconds / m)
+        yield Change(what, found.step_seconds, max(found.memory_bytes), each, trains_alike=number == m)
 
 
 def _change(
@@ -141,7 +187,8 @@ def _change(
             yield Change(what, refused=str(error))
             continue
         each = found.step_seconds / (candidate.num_microbatches * candidate.data)
-        yield Change(what, found.step_seconds, max(found.memory_bytes), each / now)
+        alike = candidate.num_microbatches * candidate.data == m * mesh.data
+        yield Change(what, found.step_seconds, max(found.memory_bytes), each / now, trains_alike=alike)
 
 
 def _list_neighbours(own: Candidate) -> Iterator[tuple[str, Candidate]]:

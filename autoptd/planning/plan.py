@@ -9,6 +9,7 @@ from sympy import divisors
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.runtime.program.mesh import Mesh
+from autoptd.simulate.step import describe_uncounted
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_CHUNKS = 8  # more save little bubble and send as much again
@@ -77,7 +78,7 @@ class Plan(Candidate):
     `memory_bytes` is the peak of the fullest rank. Otherwise both are lower bounds for the mesh with any settings, and
     the settings are those with the lowest bound; then `fits` is False if the bound exceeds the memory, and None if it
     is unknown. `why` is the reason why the plan is the best, or its largest loss. `given` are the arguments of
-    `autoptd.compile` that it was planned with.
+    `autoptd.compile` that it was planned with; `uncounted` as of `Simulation`.
     """
 
     step_seconds: float
@@ -86,6 +87,7 @@ class Plan(Candidate):
     breakdown: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    uncounted: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -99,7 +101,8 @@ class Plan(Candidate):
 
     def __str__(self) -> str:
         at = "" if self.simulated else "at least "
-        return f"{super().__str__()}: {at}{self.step_seconds:.4g} s, {at}{self.memory_bytes / 1e9:.3g} GB; {self.why}"
+        words = f"{super().__str__()}: {at}{self.step_seconds:.4g} s, {at}{self.memory_bytes / 1e9:.3g} GB; {self.why}"
+        return "; ".join((words, *describe_uncounted(self.uncounted)))
 
 
 def explain_rank(plan: Plan, ranked: Sequence[Plan]) -> str:

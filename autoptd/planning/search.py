@@ -276,7 +276,7 @@ class Search:
                 over = (need - self._limit) / 1e9
                 why = f"does not fit: at least {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
                 plans.append(_plan(candidate, self._extrapolate(candidate), round(need), False, why=why))
-        return tuple(plans)
+        return tuple(replace(own, uncounted=self._estimator.uncounted) for own in plans)
 
     def _explain_full(self) -> str:
 

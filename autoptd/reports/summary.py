@@ -21,7 +21,7 @@ def summarize(program: Overview) -> str:
 
     Bytes and FLOPs are one rank's, of one microbatch; FLOPs of the forward alone.
     """
-    lines = [*headline(program), "", *_table(program.stages), "", *describe_all(program)]
+    lines = [*headline(program), "", *_table(program.stages), "", *_describe_all(program)]
     if program.log:
         lines += ["", "passes", *(f"  {entry}" for entry in program.log)]
     return "\n".join(line for long in lines for line in _wrap(long))
@@ -44,20 +44,20 @@ def headline(program: Overview) -> Iterator[str]:
 
 # Stages
 
-HEAD: Row = ("stage", "rank", "modules", "", "parameters", "GFLOP", "sends", "unscattered")
+_HEAD: Row = ("stage", "rank", "modules", "", "parameters", "GFLOP", "sends", "unscattered")
 
 
 def _table(stages: Sequence[StageOverview]) -> Iterator[str]:
-    shown: list[Row] = [HEAD, *list_stages(stages)]
+    shown: list[Row] = [_HEAD, *_list_stages(stages)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     for row in shown:
         cells = (f"{cell:{'<' if i in (2, 3) else '>'}{widths[i]}}" for i, cell in enumerate(row))
         yield "  ".join(cells)
 
 
-def list_stages(stages: Sequence[StageOverview]) -> list[Row]:
-    """Return a row per stage under `HEAD`; in a long table, equal neighbours are one row of dots."""
-    rows, dots = [_row(stage) for stage in stages], ("...",) * len(HEAD)
+def _list_stages(stages: Sequence[StageOverview]) -> list[Row]:
+    """Return a row per stage under `_HEAD`; in a long table, equal neighbours are one row of dots."""
+    rows, dots = [_row(stage) for stage in stages], ("...",) * len(_HEAD)
     if len(rows) <= SHOWN_STAGES:
         return rows
     shown = rows[:1]
@@ -100,7 +100,7 @@ def format_tflops(rate: float) -> str:
 # Communication
 
 
-def describe_all(program: Overview) -> Iterator[str]:
+def _describe_all(program: Overview) -> Iterator[str]:
     """Yield the lines of communication, ties, recomputation and CUDA graphs."""
     if program.mesh[0] > 1:
         communication = program.communication

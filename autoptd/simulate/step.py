@@ -1,11 +1,12 @@
 """A training step of a compiled program, simulated on a described cluster: its time, its memory, and the reasons."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 from autoptd.options import check_flags
+from autoptd.passes.cost.call_work import find_uncounted
 from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.cost.durations import DTYPES, Precision
 from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walk, walking_order
@@ -17,7 +18,6 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
 from autoptd.simulate.memory import Owned, States, count_owned, freeze_idle, list_static, trace_memory
 from autoptd.simulate.stage_times import StageTimes, time_stages
-from autoptd.simulate.svg import write_svg
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Simulation:
     step: compute, tensor, pipeline (gathers, and what messages delay the step), data, optimizer, bubble.
     `memory_bytes` is the peak of each pipeline rank, `memory` its course: (seconds, bytes) pairs. `held_bytes` says
     what the fullest rank holds at its peak; slots hold received values and gradients, with CUDA graphs all activations;
-    buffers are those of receives, and float32 gradients while the optimizer steps.
+    buffers are those of receives, and float32 gradients while the optimizer steps. `uncounted` are operators without a
+    rule of costs, and the shares of the FLOPs that they may hide, above 1 %: the step may take that much longer.
     """
 
     cluster: Cluster
@@ -46,6 +47,7 @@ class Simulation:
     memory: tuple[tuple[tuple[float, int], ...], ...]
     timeline: tuple[tuple[TimelineEntry, ...], ...]
     phases: tuple[Phase, ...]
+    uncounted: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -57,10 +59,6 @@ class Simulation:
         about = {"step": "predicted", "cluster": self.cluster.name, "dtype": self.dtype}
         write_trace(path, self.timeline, self.phases, self.memory, about)
 
-    def save_svg(self, path: str | Path) -> None:
-        """Write a picture of the step with a row per pipeline rank, like SC21 Figure 4."""
-        write_svg(path, self.timeline, self.phases)
-
     def __str__(self) -> str:
         parts = [f"{name} {seconds / self.step_seconds:.1%}" for name, seconds in self.breakdown.items()]
         fullest, device = max(self.memory_bytes), self.cluster.device
@@ -71,7 +69,15 @@ class Simulation:
             f"memory: {fullest / 1e9:.3g} GB on pipeline rank {self.memory_bytes.index(fullest)}, "
             f"{(fullest + device.reserved_bytes) / 1e9:.3g} GB at most with what a process holds besides, "
             f"{'within' if self.fits else 'more than'} {device.memory_bytes / 1e9:.3g} GB"
+            + "".join(f"\n{line}" for line in describe_uncounted(self.uncounted))
         )
+
+
+def describe_uncounted(uncounted: Mapping[str, float]) -> Iterator[str]:
+    """Yield a line that says what a prediction does not know."""
+    if uncounted:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in uncounted.items())
+        yield f"not known: no rule counts the products of {shares} of the FLOPs at most, and the step may take longer"
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,8 @@ def simulate_program(
     precision = Precision.of(stages, dtype)
     times = time_stages(manifest, stages, cluster, precision, overlap=training.overlap)
     manifest = freeze_idle(manifest, stages)
-    return simulate_times(manifest, times, schedule, walking_order(schedule), cluster, precision, training)
+    found = simulate_times(manifest, times, schedule, walking_order(schedule), cluster, precision, training)
+    return replace(found, uncounted=find_uncounted(stages))
 
 
 def simulate_times(

@@ -9,9 +9,8 @@ from typing import Any, cast
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from autoptd.passes.ir.nodes import nodes_in
+from autoptd.passes.ir.nodes import REQUIRED, nodes_in, parameters_of
 
-_REQUIRED = inspect.Parameter.empty
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -25,7 +24,7 @@ def shorten_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return tuple(args), dict(kwargs)
     defaults, is_operator = dict(known), isinstance(target, OpOverload)
     pairs = zip(defaults.values(), args, strict=False)
-    stays = [bool(nodes_in(value)) or (default is _REQUIRED and is_operator) for default, value in pairs]
+    stays = [bool(nodes_in(value)) or (default is REQUIRED and is_operator) for default, value in pairs]
     lead = [*stays, False].index(False)
     rest = {**dict(zip([*defaults][lead:], args[lead:], strict=False)), **kwargs}
     kept = (name for name, value in rest.items() if name not in defaults or not _same(value, defaults[name]))
@@ -39,7 +38,7 @@ def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return tuple(args), dict(kwargs)
     last = max((index for index, (name, _) in enumerate(known) if name in kwargs), default=-1)
     spread = {name: kwargs.get(name, default) for name, default in known[len(args) : last + 1]}
-    if any(value is _REQUIRED for value in spread.values()):
+    if any(value is REQUIRED for value in spread.values()):
         return tuple(args), dict(kwargs)
     return (*args, *spread.values()), {n: v for n, v in kwargs.items() if n not in spread}
 
@@ -47,17 +46,11 @@ def spread_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 @cache
 def _positional(target: Any) -> tuple[tuple[str, Any], ...] | None:
     """Return name and default of each positional argument, or None if they cannot all be named."""
-    if isinstance(target, OpOverload):
-        own = (a for a in target._schema.arguments if not a.kwarg_only)
-        known = tuple((a.name, a.default_value if a.has_default_value() else _REQUIRED) for a in own)
-    elif inspect.isfunction(target):
-        parameters = inspect.signature(target).parameters.values()
-        if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
-            return None
-        known = tuple((parameter.name, parameter.default) for parameter in parameters)
-    else:
+    if not (isinstance(target, OpOverload) or inspect.isfunction(target)):
         return None
-    return None if any(keyword.iskeyword(name) for name, _ in known) else known
+    known = tuple((name, default) for name, default, positional in parameters_of(target) if positional)
+    whole = isinstance(target, OpOverload) or len(known) == len(parameters_of(target))
+    return known if whole and not any(keyword.iskeyword(name) for name, _ in known) else None
 
 
 def _same(value: Any, default: Any) -> bool:

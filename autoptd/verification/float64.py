@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoptd.passes.ir.nodes import place_of
 from autoptd.runtime import aten
 from autoptd.runtime.kernels.operands import HALF
 
@@ -38,7 +39,7 @@ class Promotion(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
-        position, makes = _signature(func)
+        position, makes = place_of(func, "dtype"), _makes(func)
         if position is None:
             result = func(*args, **options)
             if func not in LITERALS:
@@ -65,9 +66,6 @@ class Promotion(TorchDispatchMode):
 
 
 @cache
-def _signature(func: OpOverload) -> tuple[int | None, bool]:
-    """Return where an operator takes its ``dtype`` (None: nowhere), and whether it makes a new tensor."""
-    arguments = func._schema.arguments
-    names = [argument.name for argument in arguments]
-    makes = not any("Tensor" in str(argument.type) for argument in arguments)
-    return (names.index("dtype") if "dtype" in names else None), makes
+def _makes(func: OpOverload) -> bool:
+    """Return whether an operator makes a tensor of no other one."""
+    return not any("Tensor" in str(argument.type) for argument in func._schema.arguments)

@@ -1,12 +1,20 @@
 """The work and the memory of a stage's calls: the one ledger of the cut, the planner and the simulator."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
+from torch._ops import OpOverload
 
 from autoptd.passes.cost.saved_tensors import Ledger, count_bytes
 from autoptd.passes.cost.work import Work, backward_work, forward_work
+from autoptd.passes.ir.nodes import operator_name
 from autoptd.passes.ir.program import Stage, find_trained
+from autoptd.passes.operators.table import FOREIGN, rules_of
+from autoptd.passes.operators.unfamiliar import UNFAMILIAR, bound_hidden
+
+UNCOUNTED = 0.01  # share of the FLOPs above which a prediction does not know
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,19 @@ def count_flops(stage: Stage) -> int:
     trained = find_trained(stage)
     works = (work for n in stage.graph.nodes for work in (forward_work(n), backward_work(n, trained)))
     return round(sum(map(_product_flops, works)))
+
+
+def find_uncounted(stages: Sequence[Stage]) -> dict[str, float]:
+    """Return the shares of the FLOPs that operators without a rule of costs may hide, if they are above 1 %.
+
+    They are of one microbatch, forward and backward, which has twice the products.
+    """
+    hidden = Counter[str]()
+    for node in (n for stage in stages for n in stage.graph.nodes if isinstance(n.target, OpOverload)):
+        if rules_of(node) in (FOREIGN, UNFAMILIAR):
+            hidden[operator_name(node.target)] += 3 * bound_hidden(node)
+    whole = hidden.total() and hidden.total() + sum(map(count_flops, stages))
+    return {name: flops / whole for name, flops in hidden.items() if flops > UNCOUNTED * whole}
 
 
 def _product_flops(work: Work) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from inspect import isfunction, signature
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import REPLICATED, Placement
 
 _KEY = "info"
+REQUIRED = inspect.Parameter.empty  # in place of a default
 Role = Literal["rank", "input", "boundary"]
 
 
@@ -146,19 +147,21 @@ def refuse_random(node: fx.Node, target: Any) -> None:
 
 
 @cache
-def _read_parameters(target: Any) -> tuple[Sequence[str], Mapping[str, Any]]:
-    """Return the parameters of an operator of torch, or of a Python function, and the defaults of some of these."""
+def parameters_of(target: Any) -> Sequence[tuple[str, Any, bool]]:
+    """Return the parameters of an operator of torch, or of a Python function, in order.
+
+    Of each there are its name, its default, and whether a call may give it by position or by name, as it likes.
+    """
     if isinstance(target, OpOverload):
-        schema = target._schema.arguments
-        return [a.name for a in schema], {a.name: a.default_value for a in schema if a.has_default_value()}
-    own = signature(target).parameters.values()
-    return [p.name for p in own], {p.name: p.default for p in own if p.default is not p.empty}
+        rows = ((a, a.default_value if a.has_default_value() else REQUIRED) for a in target._schema.arguments)
+        return [(a.name, default, not a.kwarg_only) for a, default in rows]
+    own = inspect.signature(target).parameters.values()
+    return [(p.name, p.default, p.kind is p.POSITIONAL_OR_KEYWORD) for p in own]
 
 
 def place_of(target: Any, name: str) -> int | None:
     """Return the position of a parameter of an operator or a function; None if it has none of that name."""
-    names, _ = _read_parameters(target)
-    return names.index(name) if name in names else None
+    return next((i for i, (own, *_) in enumerate(parameters_of(target)) if own == name), None)
 
 
 def name_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,8 +170,9 @@ def name_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     A pass writes them by position or by keyword, and a text is read back with all by position: read one that has a
     default here, not in ``node.args`` or ``node.kwargs``.
     """
-    names, defaults = _read_parameters(target)
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    known = parameters_of(target)
+    defaults = {name: default for name, default, _ in known if default is not REQUIRED}
+    return {**defaults, **{name: value for (name, *_), value in zip(known, args, strict=False)}, **kwargs}
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -272,7 +276,7 @@ def called(node: fx.Node) -> str:
 
 def shaping_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return the arguments of a call without the number of a dropout, which says nothing about shapes or costs."""
-    place = place_of(node.target, "operator") if isfunction(node.target) else None
+    place = place_of(node.target, "operator") if inspect.isfunction(node.target) else None
     return node.args if place is None else (*node.args[:place], *node.args[place + 1 :])
 
 

@@ -62,15 +62,13 @@ class MaskJudge:
         rows = {n: self._rows(n, start, count) for n in node.all_input_nodes}
         args, kwargs = fx.map_arg((node.args, node.kwargs), rows.__getitem__)
         shape = [*val.shape[:-2], count, val.shape[-1]]
-        # ``where`` with a number and ``to`` have no tag, since torch composes them of others.
-        tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
         if node.target is aten.expand.default:
             args = args[0], shape
         elif has_trait(node, Trait.FILLS):
             args = shape, *args[1:]
         elif node.target in (aten.tril.default, aten.triu.default):
             args = args[0], argument(node, "diagonal") + start
-        elif not tagged and rules_of(node).placed is not elementwise:
+        elif rules_of(node).placed is not elementwise:
             return None
         known = all(value is not None for value in rows.values())
         return node.target(*args, **kwargs) if known else None  # type: ignore[operator]

@@ -102,11 +102,6 @@ def _normalized_dims(node: fx.Node, rank: int) -> range:
     return range(rank - len(node.args[1]), rank)  # type: ignore[arg-type]
 
 
-def _moved_dims(node: fx.Node, rank: int) -> Iterable[int]:
-    """Return the dimensions along which ``roll`` or ``flip`` moves elements."""
-    return argument(node, "dims") or range(rank)
-
-
 _REDUCTION = OperatorRules(axes=mapped_axes("reduces over it"), placed=over_placed(reduced_dims), order=drop_order)
 _SUM = replace(
     _REDUCTION,
@@ -118,6 +113,7 @@ _SUM = replace(
 )
 _CUMSUM = _over(lambda node, rank: [int(argument(node, "dim"))], RUNS, order=resize_order)
 _NORM = _over(_normalized_dims, "normalises over it", order=rows_order, copies=contiguous_copies)
+_MOVED = _over(lambda node, rank: argument(node, "dims") or range(rank), "moves along it")
 
 
 RULES: Mapping[Any, OperatorRules] = {
@@ -131,5 +127,5 @@ RULES: Mapping[Any, OperatorRules] = {
     # No weights, instead of nan, for a query that sees no key.
     aten._safe_softmax: replace(_CUMSUM, keeps="result", traits=Trait.SOFTMAX),
     **dict.fromkeys((aten.layer_norm, aten.rms_norm), _NORM),
-    **dict.fromkeys((aten.roll, aten.flip), _over(_moved_dims, "moves along it")),
+    **dict.fromkeys((aten.roll, aten.flip), _MOVED),
 }

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -13,16 +14,24 @@ from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.passes.operators.unfamiliar import UNFAMILIAR
 from autoptd.runtime.kernels.autograd_function import AutogradFunction
 
-__all__ = ["FOREIGN", "OPERATORS", "Trait", "has_trait", "rules_of", "strip"]
+__all__ = ["FOREIGN", "OPERATORS", "Trait", "find_record", "has_trait", "rules_of", "strip"]
 
 _FAMILIES = (attention, experts, kernels, pieces, pointwise, products, reductions, scores, views)
 OPERATORS: dict[Any, OperatorRules] = {k: rules for family in _FAMILIES for k, rules in family.RULES.items()}
 
 
+def find_record(target: Any) -> OperatorRules | None:
+    """Return the record of an operator or of our function, if it has one; torch itself tags what works by elements."""
+    if not isinstance(target, OpOverload):
+        return OPERATORS.get(target)
+    tagged = torch.Tag.pointwise in target.tags and target.namespace == "aten" and len(target._schema.returns) == 1
+    return OPERATORS.get(target.overloadpacket, pointwise.POINTWISE if tagged else None)
+
+
 def rules_of(node: fx.Node) -> OperatorRules:
     """Return the record of the operator that a node calls; of one without a record, the defaults, and its costs."""
     target: Any = node.target
-    if (found := OPERATORS.get(target.overloadpacket if isinstance(target, OpOverload) else target)) is not None:
+    if (found := find_record(target)) is not None:
         return found
     if isinstance(target, AutogradFunction):
         return pointwise.ELEMENTWISE_FUNCTION if is_elementwise(node) else FOREIGN

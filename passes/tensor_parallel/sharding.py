@@ -12,19 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.names import free_name
-from autoptd.passes.ir.nodes import called, copy_node
+from autoptd.passes.ir.nodes import copy_node
 from autoptd.passes.ir.program import Program, Stage, constants_graph, constants_made, copy_graph
 from autoptd.passes.normal_form.constants import filled
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators.axes import Axis
 from autoptd.passes.operators.axis_map import ATTENTION, OF_ACTIVATIONS, RUNS, AxisMap
 from autoptd.passes.operators.localizer import Localizer
-from autoptd.passes.operators.table import FOREIGN, rules_of
-from autoptd.passes.operators.unfamiliar import UNFAMILIAR, bound_hidden
+from autoptd.passes.operators.table import rules_of
 from autoptd.passes.tensor_parallel.analysis import find_axes
 from autoptd.passes.tensor_parallel.choice import choose_axes, replicated_heads
 from autoptd.passes.tensor_parallel.experts import divide_experts
@@ -74,10 +72,6 @@ def shard_tensors(
     if axis_map.repeated:
         names = ", ".join(sorted(axis_map.repeated))
         entry += f"; no rule divides {names}: every tensor rank does them whole"
-    calls = (n for n in stage.graph.nodes if isinstance(n.target, OpOverload) and rules_of(n) in (FOREIGN, UNFAMILIAR))
-    for name, flops in {called(node): bound_hidden(node) for node in calls}.items():
-        if flops > program.model_flops / 100:
-            entry += f"; {name} may hide up to {flops:,} FLOPs of a product, which no rule counts"
     whole = Stage(graph, parameters, constants_graph(constants_made(stage.constants), parameters))
     symbols = name_dimensions(program, axis_map, divided, localizer.named)
     log = (*program.log, entry, *notes)

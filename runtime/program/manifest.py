@@ -114,7 +114,8 @@ class Manifest:
     on any mesh the same. Of a model compiled for several input shapes, `shape` is the number of this one, and the first
     knows their number `num_shapes`. `fixed` are the arguments that are no tensors, and their values as `encode_value`
     gives them. `proved` are the buffers whose values were compiled into the program of any shape, and the hashes of
-    these (`hash_values`): it holds for no others. `rules` are the user's, by which check proves custom operators.
+    these (`hash_values`): it holds for no others. `rules` are the user's, by which check proves custom operators, and
+    `recompute` is what the user asked for.
     """
 
     mesh: Mesh
@@ -143,6 +144,7 @@ class Manifest:
     shape: int = 0
     num_shapes: int = 1
     rules: Mapping[str, str] = field(default_factory=dict)
+    recompute: Any = "none"  # a mode, or a number of layers
 
     @property
     def weighing_labels(self) -> Input | None:
