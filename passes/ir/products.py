@@ -9,14 +9,6 @@ from torch import fx
 from autoptd.passes.ir.nodes import argument, arguments, aten_name, shape_of
 from autoptd.runtime import collectives, kernels
 
-CONVOLUTIONS = tuple(f"conv{turned}{n}d" for turned in ("", "_transpose") for n in (1, 2, 3))
-EQUATIONS = {
-    **dict.fromkeys(("dot", "vdot"), "k,k->"),
-    **dict.fromkeys(("mv", "addmv"), "mk,k->m"),
-    **dict.fromkeys(("_scaled_mm", "_scaled_mm_v2"), "mk,kn->mn"),
-    **{"addbmm": "bmk,bkn->mn", "cdist": "...mk,...nk->...mn"},
-}
-
 
 @dataclass(frozen=True)
 class MatrixProduct:
@@ -81,16 +73,13 @@ def read_product(node: fx.Node) -> MatrixProduct | None:
 
 
 def find_factors(node: fx.Node) -> Sequence[fx.Node]:
-    """Return the two tensors that a product multiplies, of a convolution or an einsum too; none for other calls."""
-    product = read_product(node)
-    if product is not None:
+    """Return the two tensors that a product multiplies, or an einsum that is written out; none for other calls."""
+    if (product := read_product(node)) is not None:
         return product.factors
-    if operands := read_einsum(node).operands:
-        return operands if len(operands) == 2 else ()
-    name, given = aten_name(node.target), node.args
-    first = name in CONVOLUTIONS or node.target is kernels.grouped_linear
-    factors: Any = given[:2] if first else (given[0], given[2]) if name == "bilinear" else ()
-    return factors  # type: ignore[no-any-return]
+    if node.target is kernels.grouped_linear:
+        return node.args[:2]  # type: ignore[return-value]
+    einsum = read_einsum(node)
+    return einsum.operands if len(einsum.operands) == 2 and einsum.is_plain else ()
 
 
 def _read_ours(node: fx.Node, given: Mapping[str, Any]) -> tuple[MatrixProduct, ...]:
@@ -121,15 +110,9 @@ class Einsum:
 
 
 def read_einsum(node: fx.Node) -> Einsum:
-    """Return the equation of an einsum, or of another product, and its operands; none of these for other calls."""
-    given: Any = node.args
-    name = aten_name(node.target)
-    if name == "einsum":
-        equation, operands = given[:2]
-    elif name in EQUATIONS:
-        equation, first = EQUATIONS[name], int(name.startswith("add"))
-        operands = given[first : first + 2]
-    else:
+    """Return the equation of an einsum, and its operands; none of these for other calls."""
+    if aten_name(node.target) != "einsum":
         return Einsum((), (), None)
+    equation, operands, *_ = node.args
     groups, arrow, result = str(equation).replace(" ", "").partition("->")
-    return Einsum(operands, groups.split(","), result if arrow else None)
+    return Einsum(operands, groups.split(","), result if arrow else None)  # type: ignore[arg-type]

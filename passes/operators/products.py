@@ -1,14 +1,14 @@
 """Products: ``linear``, ``addmm``, ``matmul`` and their like, and einsums."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from torch import Tensor, fx
 
-from autoptd.passes.ir.nodes import as_results, aten_name, called, shape_of, where
-from autoptd.passes.ir.products import CONVOLUTIONS, MatrixProduct, find_factors, read_einsum, read_products
+from autoptd.passes.ir.nodes import as_results, called, shape_of, where
+from autoptd.passes.ir.products import MatrixProduct, find_factors, read_einsum, read_products
 from autoptd.passes.ir.views import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
@@ -16,8 +16,9 @@ from autoptd.passes.operators.attention import attention_local
 from autoptd.passes.operators.axis_map import OF_ACTIVATIONS, AxisMap, opaque
 from autoptd.passes.operators.layout import LayoutWriter, Written, users_order
 from autoptd.passes.operators.localizer import Localizer, keep_partial, same_call
-from autoptd.passes.operators.quantities import Number, Product, Value, Work, compute, differentiate
+from autoptd.passes.operators.quantities import Number, Product, Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
+from autoptd.passes.operators.unfamiliar import count_backward, count_work
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Replicate
 
@@ -233,8 +234,6 @@ def _gemm(product: MatrixProduct, value: Value) -> Product:
     node = product.node
     if read_einsum(node).operands:
         return _einsum(node, value)
-    if aten_name(node.target) in (*CONVOLUTIONS, "bilinear"):
-        return _convolution(product, value)
     shape, inner = product.pick(value.shape(node)), value.shape(product.x)[-1]
     if len(shape_of(product.weight)) > 2 and len(shape_of(product.x)) > 1:
         return Product(prod(shape[:-2]), shape[-2], shape[-1], inner)
@@ -248,47 +247,23 @@ def _einsum(node: fx.Node, value: Value) -> Product:
     What is in one operand alone, and not in the result, is summed before.
     """
     einsum = read_einsum(node)
-    pairs = zip(einsum.groups, einsum.operands, strict=True)
-    exact = [list(_letters(group, shape_of(x))) for group, x in pairs]
-    sizes: dict[Any, tuple[int, Any]] = {}
-    for letters, x in zip(exact, einsum.operands, strict=True):
+    sizes: dict[str, tuple[int, Any]] = {}
+    for letters, x in zip(einsum.groups, einsum.operands, strict=True):
         for letter, extent, number in zip(letters, shape_of(x), value.shape(x), strict=True):
             sizes[letter] = max(sizes.get(letter, (1, 1)), (extent, number), key=lambda pair: pair[0])
-    kept = set() if einsum.result is None else set(_letters(einsum.result, shape_of(node)))
-    first, others = set(exact[0]), {letter for letters in exact[1:] for letter in letters}
+    first, others, kept = map(set, (*einsum.groups, einsum.result or ""))
 
-    def size(letters: set[Any]) -> Any:
+    def size(letters: set[str]) -> Any:
         return prod(number for letter, (_, number) in sizes.items() if letter in letters)
 
     shared = first & others
     return Product(size(kept & shared), size(kept - others), size(kept - first), size(shared - kept))
 
 
-def _letters(group: str, shape: Sequence[int]) -> Iterator[Any]:
-    """The letters of an operand; dimensions of "..." are numbered from the right, as they broadcast."""
-    head, _, tail = group.partition("...")
-    rest = range(len(head), len(shape) - len(tail))
-    yield from (*head, *(index - rest.stop for index in rest), *tail)
-
-
-def _convolution(product: MatrixProduct, value: Value) -> Product:
-    """[.., in, places] x [out, in / groups, kernel]: the result's channels, of what the kernel covers, everywhere.
-
-    Transposed: the result by [in, out / groups, kernel]; ``bilinear``: [.., i] x [out, i, j] x [.., j] over both.
-    """
-    name, (_, *covered) = str(product.node.target), value.shape(product.weight)
-    shape = value.shape(product.x if "transpose" in name else product.node)
-    channels = len(shape) - (1 if "bilinear" in name else len(covered))
-    places = prod(shape[:channels]) * prod(shape[channels + 1 :])
-    return Product(1, places, shape[channels], prod(covered))
-
-
 def _read(node: fx.Node) -> Sequence[MatrixProduct]:
-    """Return the products of a call, of which one of two factors that are no plain matrices may add a bias."""
-    if (found := read_products(node)) or not (factors := find_factors(node)):
-        return found
-    bias = next((source for source in node.all_input_nodes if source not in factors), None)
-    return [MatrixProduct(node, factors[0], factors[1], bias)]
+    """Return the products of a call; an einsum is one."""
+    factors: Any = find_factors(node)
+    return read_products(node) or ([MatrixProduct(node, *factors)] if factors else [])
 
 
 def multiply(node: fx.Node, value: Value) -> Work:
@@ -301,7 +276,7 @@ def multiply(node: fx.Node, value: Value) -> Work:
     if node.target in _ACTIVATED:
         size = value.bytes(node)
         works.append(Work(elementwise=value.count(node), read=size, written=size, launches=1))
-    return sum(works[1:], works[0]) if works else compute(node, value)
+    return sum(works[1:], works[0]) if works else count_work(node, value)
 
 
 def _result_size(product: MatrixProduct, value: Value) -> tuple[Number, Number]:
@@ -348,14 +323,13 @@ def find_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tu
 
 
 def multiply_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    if not _read(node):
-        return differentiate(node, value, wanted, node.all_input_nodes)
-    return sum(find_gradients(node, value, wanted), Work())
+    return sum(find_gradients(node, value, wanted), Work()) if _read(node) else count_backward(node, value, wanted)
 
 
-# Of products that have no more rules, too.
-EQUATION = OperatorRules(work=multiply, backward=multiply_backward)
-PRODUCT = replace(EQUATION, placed=product_placed, of_partial=proof.linear_in(0), copies=row_copies)
+_EINSUM = OperatorRules(axes=einsum_axes, work=multiply, backward=multiply_backward, traits=Trait.PADDING_SAFE)
+PRODUCT = OperatorRules(
+    placed=product_placed, of_partial=proof.linear_in(0), work=multiply, backward=multiply_backward, copies=row_copies
+)
 _LINEAR = replace(PRODUCT, axes=linear_axes, local=linear_local, order=rows_order, traits=Trait.PADDING_SAFE)
 _MATMUL = replace(_LINEAR, axes=matmul_axes, local=attention_local, order=_matmul_order, copies=_batch_copies)
 _BATCHED = replace(_MATMUL, order=users_order, traits=Trait.NONE)
@@ -366,6 +340,5 @@ RULES: Mapping[Any, OperatorRules] = {
     aten.matmul: _MATMUL,
     aten.bmm: _BATCHED,
     aten.baddbmm: replace(_BATCHED, local=same_call),
-    aten.einsum: replace(EQUATION, axes=einsum_axes, traits=Trait.PADDING_SAFE),
-    **dict.fromkeys([getattr(aten, name) for name in (*CONVOLUTIONS, "bilinear")], EQUATION),
+    aten.einsum: _EINSUM,
 }

@@ -7,7 +7,6 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.autograd_functions import is_elementwise
-from autoptd.passes.ir.products import read_einsum
 from autoptd.passes.operators import attention, experts, kernels, pieces, pointwise, products, reductions, scores, views
 from autoptd.passes.operators.pointwise import FOREIGN
 from autoptd.passes.operators.record import OperatorRules, Trait
@@ -36,7 +35,7 @@ def rules_of(node: fx.Node) -> OperatorRules:
     if isinstance(target, AutogradFunction):
         return pointwise.ELEMENTWISE_FUNCTION if is_elementwise(node) else FOREIGN
     foreign = isinstance(target, OpOverload) and target.namespace not in ("aten", "autoptd")
-    return products.EQUATION if read_einsum(node).operands else FOREIGN if foreign else UNFAMILIAR
+    return FOREIGN if foreign else UNFAMILIAR
 
 
 def has_trait(node: fx.Node, trait: Trait) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.nodes import has_gradients, results_of
+from autoptd.passes.ir.nodes import has_gradients, results_of, shape_of
 from autoptd.passes.operators import quantities
 from autoptd.passes.operators.quantities import Product, Value, Work, compute, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules
@@ -47,13 +47,15 @@ def bound_hidden(node: fx.Node) -> int:
     return 2 * isqrt(first * second * max(value.numel() for value in results_of(node)))
 
 
-def _work(node: fx.Node, value: Value) -> Work:
+def count_work(node: fx.Node, value: Value) -> Work:
+    """Return the work of a call by what torch counts of it."""
     return compute(node, value) + _products(node)
 
 
-def _backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    """Each product has a gradient for each of its factors."""
-    return differentiate(node, value, wanted, quantities.differentiable_arguments(node)) + _products(node, 2)
+def count_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """Each product has a gradient for each of its factors, which vectors such as a bias are none of."""
+    factors = min(2, sum(len(shape_of(source)) > 1 for source in wanted))
+    return differentiate(node, value, wanted, quantities.differentiable_arguments(node)) + _products(node, factors)
 
 
 def _products(node: fx.Node, times: int = 1) -> Work:
@@ -61,4 +63,4 @@ def _products(node: fx.Node, times: int = 1) -> Work:
     return Work((Product(1, side, side, count_products(node) / 2 / side**2),) * times if side else ())
 
 
-UNFAMILIAR = OperatorRules(work=_work, backward=_backward)
+UNFAMILIAR = OperatorRules(work=count_work, backward=count_backward)

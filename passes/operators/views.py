@@ -192,9 +192,7 @@ _PAIR = OperatorRules(axes=mapped_axes("makes numbers of it"), placed=move_place
 RULES: Mapping[Any, OperatorRules] = {
     **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), _RESHAPE),
     **dict.fromkeys((aten.transpose, aten.swapaxes, aten.swapdims, aten.permute, aten.t, aten.numpy_T), _PERMUTE),
-    **dict.fromkeys(
-        (aten.unsqueeze, aten.squeeze), replace(_MOVE, order=_squeeze_order, traits=_SAFE | Trait.SQUEEZES)
-    ),
+    **dict.fromkeys((aten.unsqueeze, aten.squeeze), _SQUEEZE),
     **dict.fromkeys((aten.expand, aten.broadcast_to), _EXPAND),
     aten.select: replace(PART, axes=mapped_axes("selects from it"), traits=_SAFE | Trait.TAKES),
     aten.unbind: replace(PART, axes=mapped_axes("takes it apart")),
