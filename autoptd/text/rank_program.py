@@ -1,4 +1,4 @@
-"""The program of one rank: its place in the mesh, its slices, its peers, and its text."""
+"""The program of one rank: its place in the mesh, its slices, and its text."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,22 +40,6 @@ class LocalParameter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Peers:
-    """A rank's process groups and its neighbours on the pipeline, as global ranks.
-
-    `previous` sends it activations and `next` takes them, around the ring if ranks run several stages; None at the
-    ends. `tied`: the ranks, this one among them, that hold a parameter tied across stages.
-    """
-
-    tensor: tuple[int, ...]
-    pipeline: tuple[int, ...]
-    data: tuple[int, ...]
-    previous: int | None
-    next: int | None
-    tied: dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
 class RankProgram:
     """The program of global rank `rank`; `code` is the text of its pipeline rank, and is what runs."""
 
@@ -80,18 +64,6 @@ class RankProgram:
         groups = {n: mesh.group(p.placement.axis, self.rank) for n, p in own.items()}
         slices = {n: find_slice(p, len(groups[n]), groups[n].index(self.rank)) for n, p in own.items()}
         return {n: LocalParameter(p.shape, p.local_shape(mesh.sizes), slices[n]) for n, p in own.items()}
-
-    @cached_property
-    def peers(self) -> Peers:
-        mesh, at = self.manifest.mesh, self.coordinates
-        tensor, line, data = (mesh.group(axis, self.rank) for axis in ("tensor", "pipeline", "data"))
-        ring = len(self.manifest.stages) > mesh.pipeline > 1
-        before, after = at.pipeline - 1, at.pipeline + 1
-        previous = line[before] if before >= 0 or ring else None
-        following = line[after % mesh.pipeline] if after < mesh.pipeline or ring else None
-        owners = {name: self.manifest.owners(name) for name in self.parameters}
-        tied = {name: tuple(line[rank] for rank in ranks) for name, ranks in owners.items() if len(ranks) > 1}
-        return Peers(tensor, line, data, previous, following, tied)
 
     def module(self, device: str | torch.device = "meta") -> nn.Module:
         """Return the text's program as a module with one ``fx.GraphModule`` per stage (``stage_0``, ...).

@@ -146,22 +146,19 @@ class Recorder(GraphAppendingTracer):
         return None
 
 
-class TracedParameters:
+class TracedParameters(dict[str, fx.Proxy]):
     """The ``p`` of a function that is being traced."""
 
     def __init__(self, recorder: Recorder, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-        self._recorder = recorder
-        self._seen: dict[str, fx.Proxy] = {}
+        self.tensors, self._recorder = tensors, recorder
 
-    def __getitem__(self, name: str) -> fx.Proxy:
+    def __missing__(self, name: str) -> fx.Proxy:
         if name not in self.tensors:
             near = difflib.get_close_matches(str(name), self.tensors, n=1, cutoff=0.0)
             hint = f'did you mean p["{near[0]}"]?' if near else "it has none"
             raise ValueError(f'p["{name}"] is not a parameter, buffer or constant of this function; {hint}')
-        if name not in self._seen:
-            self._seen[name] = self._recorder.create_proxy("get_attr", name, (), {})
-        return self._seen[name]
+        self[name] = made = self._recorder.create_proxy("get_attr", name, (), {})
+        return made
 
 
 class _Recorded:

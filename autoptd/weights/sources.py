@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.capture.quantized_modules import read_quantized, unpack_state
+from autoptd.runtime.optimizer.gradient_buckets import DTYPES
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.user_warnings import warn_caller
 from autoptd.runtime.weights.file_tensor import FileTensor, Weights
 from autoptd.runtime.weights.slices import all_names, check_tied, check_whole, find_name, has_values
 from autoptd.weights.safetensors_folder import SafetensorsFolder
 
-FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 3  # missing names that an error shows, with the nearest name given
 
 
@@ -76,7 +76,7 @@ def check_given(manifest: Manifest, tensors: Weights) -> None:
     for name in wanted:
         known, expected = find_name(manifest, tensors, name), manifest.parameters[name]
         given = tensors[known]
-        if expected.dtype.is_floating_point and given.dtype not in FLOATING:
+        if expected.dtype.is_floating_point and given.dtype not in DTYPES:
             raise ValueError(
                 f"{known} is {given.dtype} in the weights given, {expected.dtype} in the program: the numbers of a "
                 "quantized model need its scales to be weights; give them dequantized, or compile the quantized model"

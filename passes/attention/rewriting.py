@@ -18,10 +18,10 @@ from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, 
 from autoptd.passes.ir.program import Program
 from autoptd.passes.operators.table import Trait, has_trait, rules_of
 from autoptd.runtime import aten, kernels
+from autoptd.runtime.kernels.fused_attention import FLASH_SIZE
 from autoptd.runtime.kernels.operands import HALF
 
 _MOVES = Trait.RESHAPES | Trait.PERMUTES | Trait.LAYS_OUT
-_FLASH_SIZE = 256  # the largest head that torch's flash attention takes
 
 
 class Rewriter:
@@ -131,7 +131,7 @@ class Rewriter:
     def group_heads(self, node: fx.Node) -> None:
         """Pass grouped keys and values to fused attention as they are, as its kernels repeat them themselves."""
         q, k, v = (n.meta["val"] for n in node.args[:3])  # type: ignore[union-attr]
-        flash = q.dim() == 4 and k.shape[-1] == v.shape[-1] <= _FLASH_SIZE
+        flash = q.dim() == 4 and k.shape[-1] == v.shape[-1] <= FLASH_SIZE
         if not flash or argument(node, "attn_mask") is not None:  # torch would write the scores out
             return
         keys, values = (_unrepeated(n) for n in node.args[1:3])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.engine.slot import Kept, Slot, StageCall, Weights
-from autoptd.runtime.optimizer.bucket_watch import BucketWatch
+from autoptd.runtime.optimizer.gradient_buckets import BucketWatch
 
 # Tests add "cpu", where a replay is a plain call.
 graph_devices = {"cuda"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autoptd.runtime.optimizer.bucket_watch import BucketWatch
+from autoptd.runtime.optimizer.gradient_buckets import BucketWatch
 from autoptd.runtime.program.manifest import StageInterface
 
 Weights = Mapping[str, Tensor]

@@ -122,7 +122,8 @@ def _grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor |
     if _runs_grouped(rows, weight, weight.mT):
         ends = counts.cumsum(0, dtype=torch.int32)
         out = functional.grouped_mm(rows, matrices, offs=ends)
-        expert = _number_experts(counts, len(rows))
+        # The expert of each row; behind the rows of all experts one more.
+        expert = torch.searchsorted(ends, torch.arange(len(rows), device=counts.device, dtype=ends.dtype), right=True)
         if bias is not None:
             out += bias[expert.clamp(max=len(bias) - 1)]
         return out.masked_fill_((expert == len(counts))[:, None], 0)
@@ -140,11 +141,6 @@ def _list_rows(counts: Tensor) -> list[slice]:
     """Return the rows of each expert, which are counted on the host."""
     ends = [0, *accumulate(counts.tolist())]
     return [slice(*pair) for pair in pairwise(ends)]
-
-
-def _number_experts(counts: Tensor, rows: int) -> Tensor:
-    """Return the expert of each row; behind the rows of all experts one more."""
-    return torch.searchsorted(counts.cumsum(0), torch.arange(rows, device=counts.device), right=True)
 
 
 def _runs_grouped(*factors: Tensor) -> bool:

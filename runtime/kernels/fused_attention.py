@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from autoptd.runtime.kernels.operands import HALF, check_operands
 
-_FLASH_SIZE = 256  # the largest head that torch's flash attention takes
+FLASH_SIZE = 256  # the largest head that torch's flash attention takes
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
@@ -49,7 +49,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, scale: 
         given = f"{s} queries, {keys} keys and {numbers} numbers of documents"
         raise ValueError(f"packed_attention was given {given}, expected as many of each")
     documents = documents.expand(b, s)
-    fits = q.dtype in HALF and d % 8 == 0 and d == v.shape[3] <= _FLASH_SIZE
+    fits = q.dtype in HALF and d % 8 == 0 and d == v.shape[3] <= FLASH_SIZE
     alone = not q.is_cuda or (fits and torch.cuda.get_device_capability(q.device) >= (8, 0))
     lengths = _find_runs(documents) if alone else None
     if q.is_cuda:  # neither with a mask nor in torch 2.11's varlen attention do heads share keys there

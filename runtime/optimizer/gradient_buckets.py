@@ -1,11 +1,14 @@
 """Fill buckets of gradients and sum each over a group of ranks, and share the loss; `gradient_sums` says when."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.rank import Rank
@@ -54,3 +57,35 @@ def fill_buckets(tensors: Mapping[K, Tensor], kinds: Mapping[K, object] | None =
             bucket.append(key)
             filled += tensors[key].nbytes
         yield bucket
+
+
+@dataclass(frozen=True)
+class BucketWatch:
+    """A watch over `buckets` of names of a stage's `leaves` in its last backward; `post` sends one, by its number."""
+
+    leaves: Mapping[str, Tensor]
+    buckets: Sequence[Iterable[str]]
+    post: Callable[[int], None]
+
+    @contextmanager
+    def report(self, complete: Callable[[int], None]) -> Iterator[None]:
+        """Call `complete` with the number of each bucket, ascending, when the backward inside has completed it."""
+        waiting = [set(names) for names in self.buckets]
+        numbers = iter(range(len(waiting)))
+
+        def pass_leaf(own: set[str], name: str, *_: object) -> None:
+            own.discard(name)
+            while waiting and not waiting[0]:
+                waiting.pop(0)
+                complete(next(numbers))
+
+        # A node that is reached without a gradient has been added to by a product.
+        hooks = ((name, partial(pass_leaf, own, name)) for own in waiting for name in tuple(own))
+        handles = [get_gradient_edge(self.leaves[name]).node.register_hook(hook) for name, hook in hooks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for number in numbers:  # with leaves that the loss does not reach
+            complete(number)

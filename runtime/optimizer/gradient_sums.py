@@ -9,8 +9,7 @@ from torch import Tensor
 from autoptd.runtime.comm.connection import Connection
 from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.comm.timings import Measured
-from autoptd.runtime.optimizer.bucket_watch import BucketWatch
-from autoptd.runtime.optimizer.gradient_buckets import sum_over
+from autoptd.runtime.optimizer.gradient_buckets import BucketWatch, sum_over
 from autoptd.runtime.optimizer.gradient_memory import Bucket, Complete, GradientMemory, StageLeaves, lay_out
 from autoptd.runtime.optimizer.zero1 import FlatShard
 from autoptd.runtime.program.manifest import Manifest
@@ -117,7 +116,8 @@ class GradientSums:
         early = [bucket for bucket in self._memory.buckets.get(stage, ()) if not self._partial.keys() & bucket.views]
         if self._data.size == 1 or not early:
             return None
-        return BucketWatch(self.leaves.by_stage[stage], early, lambda number: self._post(early[number]))
+        names = [bucket.views for bucket in early]
+        return BucketWatch(self.leaves.by_stage[stage], names, lambda number: self._post(early[number]))
 
     def end_stage(self, stage: int) -> None:
         """Post the sums that are complete after the last backward of `stage`, and have not been posted."""

@@ -34,10 +34,6 @@ def _with_ends(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 last[node.id] = statement
             elif isinstance(node, (*_SCOPES, ast.Delete)):
                 shared.update(_names(node))
-            elif isinstance(node, (ast.Global, ast.Nonlocal)):
-                shared.update(node.names)
-            elif isinstance(node, ast.ExceptHandler) and node.name is not None:
-                shared.add(node.name)  # Python deletes it itself
     ends: dict[ast.stmt, list[str]] = {}
     for name in sorted(assigned - shared):
         ends.setdefault(last[name], []).append(name)

@@ -1,8 +1,6 @@
-"""One rank's view of a program: its slices, its peers, and its stages as modules."""
+"""One rank's view of a program: its slices, and its stages as modules."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
@@ -26,20 +24,8 @@ def rank_program(rank: int, tensor: int = 2) -> tuple[RankProgram, Manifest]:
 def test_where_it_stands() -> None:
     program, _ = rank_program(3)
     assert program.coordinates == Coordinates(data=0, pipeline=1, tensor=1)
-    assert program.peers.tensor == (2, 3)
-    assert program.peers.pipeline == (1, 3)
-    assert program.peers.data == (3,)
-    assert (program.peers.previous, program.peers.next) == (1, None)
-    assert program.peers.tied == {"wte.weight": (1, 3)}
     assert [str(action) for action in program.schedule[:3]] == ["1RECV_F0", "1F0", "1RECV_F1"]
     assert "def stage_1(" in program.code
-
-
-def test_neighbours_form_a_ring_with_several_chunks() -> None:
-    program, manifest = rank_program(3)
-    stages = tuple(replace(manifest.stages[i % 2], index=i) for i in range(4))
-    ring = RankProgram(replace(manifest, stages=stages, num_model_chunks=2), 3, program.code)
-    assert (ring.peers.previous, ring.peers.next) == (1, 1)
 
 
 def test_parameters_are_slices() -> None:

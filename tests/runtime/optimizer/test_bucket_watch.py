@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.groups import Group
-from autoptd.runtime.optimizer.bucket_watch import BucketWatch
+from autoptd.runtime.optimizer.gradient_buckets import BucketWatch
 from autoptd.runtime.optimizer.gradient_memory import Bucket, StageLeaves, lay_out
 
 NAMES = ("first", "second", "third")
@@ -23,7 +23,7 @@ def watched(events: list[str]) -> tuple[dict[str, Tensor], list[Bucket], BucketW
     buckets = list(memory)
     for name, leaf in leaves.items():
         leaf.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
-    return leaves, buckets, BucketWatch(leaves, buckets, lambda _: None)
+    return leaves, buckets, BucketWatch(leaves, [bucket.views for bucket in buckets], lambda _: None)
 
 
 def run(leaves: dict[str, Tensor], watch: BucketWatch, events: list[str], order: tuple[str, ...] = NAMES) -> None:

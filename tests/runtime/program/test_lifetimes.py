@@ -80,32 +80,6 @@ def test_values_read_later_are_not_deleted() -> None:
     assert end(KEPT) == KEPT.strip()
 
 
-def test_names_that_python_ends_itself_stay() -> None:
-    text = """
-def f(x):
-    a = 1
-    try:
-        a.view(1)
-    except AttributeError as a:
-        pass
-
-    def g():
-        nonlocal_ = x
-        return nonlocal_
-    return g()"""
-    assert "del a" not in end(text)
-    inner = """
-def f(x):
-    a = x
-
-    def g():
-        nonlocal a
-        a = a + 1
-    g()
-    return a"""
-    assert end(inner) == inner.strip()
-
-
 def test_many_threads_may_read_programs() -> None:
     """Python 3.11 counts the depth of all threads' trees in one place."""
     text = TEXT.replace("return b - c", "return b - c" + " + a * (1 + (2 - (3 + 4)))" * 300)
