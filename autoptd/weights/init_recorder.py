@@ -3,7 +3,7 @@
 Empty and random tensors are made on the meta device, so that nothing large exists; other tensors as usual. The code
 sees CPU tensors all the same, since some initialisations skip steps that have no effect on tensors without values.
 A later write of a whole tensor replaces the earlier ones; a write into a part (a padding row) is added to them.
-Multiplying a whole tensor by a number, or adding one, changes its distribution; others leave it unknown until written.
+Multiplying a whole tensor by a number changes its distribution; others leave it unknown until it is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from autoptd.passes.ir.nodes import name_arguments
 from autoptd.runtime import aten
 from autoptd.runtime.program.placement import Draw
 
-Box = tuple[tuple[int, ...], ...]
 Values = Mapping[str, Any]  # arguments by name
 
 # Elements of a tensor of zeros or ones that is made on the meta device too; of a vector, as a model has many biases.
@@ -108,10 +107,10 @@ class Writes(TorchDispatchMode):
             raise UnknownError(content.problem)
         if not content.written:
             raise UnknownError("nothing writes it")
-        boxed = any(w.draw.box for w in content.written)
-        if prod(content.shape) != tensor.numel() or (boxed and not _is_all(content, tensor)):
+        parted = any(w.draw.run for w in content.written)
+        if prod(content.shape) != tensor.numel() or (parted and not _is_all(content, tensor)):
             raise UnknownError("it is a part of a larger tensor")
-        if content.written[0].draw.box:
+        if content.written[0].draw.run:
             raise UnknownError("only a part of it is written")
         return tuple(content.written)
 
@@ -146,17 +145,17 @@ class Writes(TorchDispatchMode):
         content = self._find(target)
         if content is None or not target.numel():
             return
-        box = _find_box(content, target)
+        run = _find_run(content, target)
         written = None if draws is None else self._number(draws)
         if packet is aten.copy_:
             written = self._read_copied(target, values["src"])
         edit = _read_edit(packet, values) if target is values.get("self") else None
-        if box is None or (written is None and (edit is None or box)):
+        if run is None or (written is None and (edit is None or run)):
             content.problem = f"{_place(packet)} cannot be described element by element"
-        elif written is not None and not box:
+        elif written is not None and not run:
             content.written, content.problem = written, ""
         elif written is not None:
-            content.written += [Written(replace(w.draw, box=box), w.call) for w in written]
+            content.written += [Written(replace(w.draw, run=run), w.call) for w in written]
         elif edit is not None:
             content.written = [w._replace(draw=edit(w.draw)) for w in content.written]
 
@@ -169,7 +168,7 @@ class Writes(TorchDispatchMode):
         if content is None or into is None or content.problem or not content.written:
             return None
         if len(content.written) == 1 and content.written[0].draw.kind == "constant":
-            return None if content.written[0].draw.box else list(content.written)
+            return None if content.written[0].draw.run else list(content.written)
         # Random numbers may only be copied as a whole: in two places they would not be independent.
         whole = _is_all(content, source) and tuple(target.shape) == content.shape == into.shape
         return list(content.written) if whole else None
@@ -211,38 +210,24 @@ def _is_all(content: Content, tensor: Tensor) -> bool:
     return tuple(tensor.shape) == content.shape and tensor.stride() == content.stride
 
 
-def _find_box(content: Content, part: Tensor) -> Box | None:
-    """Return the box of `part` in the tensor of its storage: () for the whole, None if its elements are no box."""
+def _find_run(content: Content, part: Tensor) -> tuple[int, ...] | None:
+    """Return the run of elements of the storage's tensor that `part` is: () for the whole, None if it is no run."""
     if part.numel() == prod(content.shape):
         return ()
-    if sorted(content.stride, reverse=True) != list(content.stride):
-        return None
-    rest = int(part.storage_offset()) - content.offset
-    box = []
-    free = [(size, stride) for size, stride in zip(part.shape, part.stride(), strict=True) if size > 1]
-    for size, stride in zip(content.shape, content.stride, strict=True):
-        first, rest = divmod(rest, stride)
-        length = next((n for n, step in free if step == stride and first + n <= size), 1)
-        if length > 1:
-            free.remove((length, stride))
-        box.append((first, first + length))
-    inside = all(end <= size for (_, end), size in zip(box, content.shape, strict=True))
-    return tuple(box) if inside and not free and not rest else None
+    first, plain = int(part.storage_offset()) - content.offset, torch.empty(content.shape, device="meta").stride()
+    return (first, first + part.numel()) if content.stride == plain and part.is_contiguous() else None
 
 
 def _read_edit(packet: Any, values: Values) -> Callable[[Draw], Draw] | None:
-    """Return the change of a distribution by a copy, or by multiplying or adding a number; None for others."""
+    """Return the change of a distribution by a copy, or by multiplying with a number; None for others."""
     name = str(packet).removesuffix("_")
-    if name in ("aten.clone", "aten._to_copy", "aten.neg"):
-        return lambda draw: draw.scaled(-1 if name == "aten.neg" else 1)
-    arithmetic = name in ("aten.mul", "aten.div", "aten.add", "aten.sub") and not values.get("rounding_mode")
-    number = _read_number(values["other"]) if arithmetic else None
+    if name in ("aten.clone", "aten._to_copy"):
+        return lambda draw: draw
+    scales = name in ("aten.mul", "aten.div") and not values.get("rounding_mode")
+    number = _read_number(values["other"]) if scales else None
     if number is None or (name == "aten.div" and not number):
         return None
-    if name in ("aten.mul", "aten.div"):
-        return lambda draw: draw.scaled(number if name == "aten.mul" else 1 / number)
-    distance = number * float(values.get("alpha") or 1) * (1 if name == "aten.add" else -1)
-    return lambda draw: draw.shifted(distance)
+    return lambda draw: draw.scaled(number if name == "aten.mul" else 1 / number)
 
 
 def _read_number(value: Any) -> float | None:

@@ -15,7 +15,7 @@ from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import TORCH_DIMS, Mesh
 from autoptd.runtime.program.placement import AxisPlacement, Partial, Placement, Replicate, Shard
 
-FORMAT = "autoptd 6"
+FORMAT = "autoptd 7"
 _ON_AXIS = {kind.__name__.lower(): kind for kind in (Replicate, Shard, Partial)}
 
 

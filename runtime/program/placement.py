@@ -199,10 +199,10 @@ PARTIAL_SUM = Placement(tensor=Partial())
 
 @dataclass(frozen=True)
 class Draw:
-    """A distribution that an initialisation writes into a tensor's elements: all, or those of `box`.
+    """A distribution that an initialisation writes into a tensor's elements: all, or those of a `run`.
 
     "constant" has a `value`, "normal" `mean` and `std`, "uniform" the range `low` to `high`, "truncated_normal" both
-    of these. `box` has the first index and the one after the last of every dimension.
+    of these. `run` has the number of the first element, row by row, and the one after the last.
     """
 
     kind: Literal["constant", "uniform", "normal", "truncated_normal"]
@@ -211,21 +211,13 @@ class Draw:
     std: float = 0.0
     low: float = 0.0
     high: float = 0.0
-    box: tuple[tuple[int, ...], ...] = ()
+    run: tuple[int, ...] = ()
 
     def scaled(self, factor: float) -> Draw:
         """Return the distribution of `factor` times a value of this one."""
         low, high = sorted((self.low * factor, self.high * factor))
         std = self.std * abs(factor)
         return replace(self, value=self.value * factor, mean=self.mean * factor, std=std, low=low, high=high)
-
-    def shifted(self, distance: float) -> Draw:
-        """Return the distribution of a value of this one plus `distance`."""
-        return replace(self, **{name: getattr(self, name) + distance for name in _PLACES[self.kind].split()})
-
-
-# What moves where a distribution is shifted.
-_PLACES = {"constant": "value", "uniform": "low high", "normal": "mean", "truncated_normal": "mean low high"}
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def draw_elements(parameter: Parameter, seed: int, elements: Tensor) -> Tensor:
     """Return the initial values, in float64, of the `elements` with these indices in the whole tensor."""
     values = torch.zeros(elements.shape, dtype=torch.float64, device=elements.device)
     for draw in parameter.initial:
-        inside = _find_inside(draw, parameter.shape, elements)
+        inside = _find_inside(draw, elements)
         values[inside] = _draw(draw, seed, parameter.name, elements[inside])
     return values
 
@@ -72,14 +72,12 @@ def _find_elements(parameter: Parameter, rows: Tensor | None, places: Tensor) ->
     return (before * parameter.shape[dim] + row) * inner + places % inner, row < 0
 
 
-def _find_inside(draw: Draw, shape: tuple[int, ...], elements: Tensor) -> Tensor | slice:
-    """Return the places of `elements` that are in the draw's box."""
-    if not draw.box:
+def _find_inside(draw: Draw, elements: Tensor) -> Tensor | slice:
+    """Return the places of `elements` that are in the draw's run."""
+    if not draw.run:
         return slice(None)
-    inside = torch.ones_like(elements, dtype=torch.bool)
-    for index, (first, end) in zip(torch.unravel_index(elements, shape), draw.box, strict=True):
-        inside &= (index >= first) & (index < end)
-    return inside.nonzero()[:, 0]
+    first, end = draw.run
+    return ((elements >= first) & (elements < end)).nonzero()[:, 0]
 
 
 def _draw(draw: Draw, seed: int, name: str, elements: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ ERRORS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda m: m.update(shedule=m.pop("schedule")),
      "manifest.json: unknown key 'shedule'; did you mean 'schedule'"),
     (lambda m: m.pop("seed"), "manifest.json: missing 'seed'"),
-    (lambda m: m.update(format="autoptd 0"), "manifest.json: format is 'autoptd 0', expected 'autoptd 6'"),
+    (lambda m: m.update(format="autoptd 0"), "manifest.json: format is 'autoptd 0', expected 'autoptd 7'"),
     (lambda m: m.update(seed="x"), "manifest.json: seed is 'x', expected int"),
     (lambda m: m.update(seed=True), "manifest.json: seed is True, expected int"),
     (lambda m: m["mesh"].update(tensor=1.5), "manifest.json: mesh: tensor is 1.5, expected int"),

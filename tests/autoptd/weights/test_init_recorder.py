@@ -25,8 +25,8 @@ def record(write: Callable[[nn.Parameter], object], *shape: int) -> tuple[Draw, 
     return tuple(written.draw for written in writes.read(parameter))
 
 
-def one(kind: str, box: tuple[tuple[int, int], ...] = (), **numbers: float) -> Draw:
-    return Draw(kind, box=box, **numbers)  # type: ignore[arg-type]
+def one(kind: str, run: tuple[int, ...] = (), **numbers: float) -> Draw:
+    return Draw(kind, run=run, **numbers)  # type: ignore[arg-type]
 
 
 def round_draw(draw: Draw) -> Draw:
@@ -50,20 +50,20 @@ XAVIER = math.sqrt(6 / 10)
         (nn.init.xavier_normal_, (one("normal", std=math.sqrt(2 / 10)),)),
         (lambda p: nn.init.kaiming_normal_(p, a=1.0), (one("normal", std=1 / math.sqrt(6)),)),
         (lambda p: nn.init.trunc_normal_(p, std=0.02), (one("truncated_normal", std=0.02, low=-2.0, high=2.0),)),
-        (lambda p: p.data.normal_().mul_(0.5).add_(1, alpha=2), (one("normal", mean=2.0, std=0.5),)),
-        (lambda p: p.uniform_().sub_(1).div_(-2), (one("uniform", low=0.0, high=0.5),)),
-        (lambda p: p.normal_(1, 2).neg_(), (one("normal", mean=-1.0, std=2.0),)),
+        (lambda p: p.data.normal_(2).mul_(0.5), (one("normal", mean=1.0, std=0.5),)),
+        (lambda p: p.uniform_().div_(-2), (one("uniform", low=-0.5, high=0.0),)),
         (lambda p: p.normal_().mul_(torch.tensor(3.0)), (one("normal", std=3.0),)),
         (lambda p: p.copy_(torch.randn(4, 6) * 0.02), (one("normal", std=0.02),)),
         (lambda p: p.copy_(torch.ones(6)), (one("constant", value=1.0),)),
         (lambda p: p.fill_(2).normal_(), (NORMAL,)),
         (lambda p: nn.init.orthogonal_(p).normal_(), (NORMAL,)),
         (lambda p: p.t().view(-1, 4).uniform_(), (UNIFORM,)),
-        (lambda p: p.normal_()[2].fill_(0), (NORMAL, one("constant", box=((2, 3), (0, 6))))),
-        (lambda p: p.normal_()[-1:, 2:5].zero_(), (NORMAL, one("constant", box=((3, 4), (2, 5))))),
+        (lambda p: p.normal_()[2].fill_(0), (NORMAL, one("constant", run=(12, 18)))),
+        (lambda p: p.normal_()[-1:, 2:5].zero_(), (NORMAL, one("constant", run=(20, 23)))),
+        (lambda p: p.normal_().view(-1)[3:9].zero_(), (NORMAL, one("constant", run=(3, 9)))),
         (
             lambda p: [nn.init.zeros_(p), nn.init.trunc_normal_(p[:1])],
-            (one("constant"), one("truncated_normal", box=((0, 1), (0, 6)), std=1.0, low=-2.0, high=2.0)),
+            (one("constant"), one("truncated_normal", run=(0, 6), std=1.0, low=-2.0, high=2.0)),
         ),
     ],
 )
@@ -83,7 +83,9 @@ def test_writes_are_kept_as_distributions(write: Callable[[nn.Parameter], object
         (lambda p: [p.normal_(), p[:2].mul_(0.5)], r"aten\.mul_"),
         (lambda p: p.copy_(torch.arange(6.0)), r"aten\.copy_"),
         (lambda p: p.normal_()[::2].zero_(), r"\[::2\]\.zero_\(\)"),
-        (lambda p: p.normal_().view(-1)[3:9].zero_(), r"\[3:9\]\.zero_\(\)"),
+        (lambda p: p.normal_()[:, 3:].zero_(), r"\[:, 3:\]\.zero_\(\)"),
+        (lambda p: p.normal_().add_(1), r"aten\.add_"),
+        (lambda p: p.normal_().neg_(), r"aten\.neg_"),
         (lambda p: p.exponential_(), r"aten\.exponential_"),
         (lambda p: p.bernoulli_(0.5), r"aten\.bernoulli_"),
         (lambda p: p.div_(0), r"aten\.div_"),
@@ -118,7 +120,7 @@ def test_tensors_made_inside_are_known() -> None:
     assert layer.weight.is_meta
     (drawn,) = draws(layer.weight)
     assert round_draw(drawn) == round_draw(one("uniform", low=-bound, high=bound))
-    assert draws(table.weight) == [NORMAL, one("constant", box=((1, 2), (0, 3)))]
+    assert draws(table.weight) == [NORMAL, one("constant", run=(3, 6))]
     assert draws(made) == [one("normal", std=0.02)]
     assert draws(scale) == [one("constant", value=7.0)]
     assert draws(number) == [one("constant", value=0.5)]

@@ -107,13 +107,13 @@ def test_the_arithmetic_is_exact_to_the_last_bits() -> None:
 
 
 def test_later_draws_lie_over_earlier_ones() -> None:
-    boxed = Draw("constant", value=0.0, box=((2, 3), (0, 5)))
-    scaled = replace(NORMAL.scaled(0.5), box=((0, 2), (3, 5)))
-    plain, both = draw(make((4, 5), NORMAL)), draw(make((4, 5), NORMAL, boxed, scaled))
-    assert torch.equal(both[2], torch.zeros(5).double())
-    torch.testing.assert_close(both[:2, 3:], plain[:2, 3:] * 0.5, rtol=1e-14, atol=0)
-    assert torch.equal(both[:2, :3], plain[:2, :3])
-    assert torch.equal(both[3], plain[3])
+    zeros = Draw("constant", value=0.0, run=(10, 15))
+    scaled = replace(NORMAL.scaled(0.5), run=(3, 10))
+    plain, both = draw(make((4, 5), NORMAL)).flatten(), draw(make((4, 5), NORMAL, zeros, scaled)).flatten()
+    assert torch.equal(both[10:15], torch.zeros(5).double())
+    torch.testing.assert_close(both[3:10], plain[3:10] * 0.5, rtol=1e-14, atol=0)
+    assert torch.equal(both[:3], plain[:3])
+    assert torch.equal(both[15:], plain[15:])
 
 
 PLACEMENTS = {
