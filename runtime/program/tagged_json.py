@@ -6,6 +6,7 @@ JSON has no tuple, no infinity and only text as keys; such a value is {"!": its 
 import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,15 @@ from torch import Tensor
 
 TAG = "!"
 _KINDS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-DTYPES = {name: getattr(torch, name) for name in _KINDS}
 show = reprlib.repr  # short, whatever a file holds
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_TABLES: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_NAMES: dict[torch.dtype, str] = {getattr(torch, name): name for name in _KINDS}
+_TABLES = (dict, OrderedDict, Counter)
+# What makes a value of what it holds, by its kind.
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    **{"float": float, "tuple": tuple, "dict": dict, "OrderedDict": OrderedDict},
+    "Counter": lambda pairs: Counter(dict(pairs)),
+    **{name: partial(torch.tensor, dtype=dtype) for dtype, name in _NAMES.items()},
+}
 
 
 def encode_value(value: Any, place: str) -> Any:
@@ -30,7 +36,7 @@ def encode_value(value: Any, place: str) -> Any:
         return [encode_value(item, f"{place}[{i}]") for i, item in enumerate(value)]
     if kind is tuple:
         return {TAG: "tuple", "of": encode_value(list(value), place)}
-    if kind in _TABLES.values():
+    if kind in _TABLES:
         items = {key: encode_value(item, f"{place}[{key!r}]") for key, item in value.items()}
         if kind is dict and all(type(key) is str for key in value) and TAG not in value:
             return items
@@ -52,33 +58,8 @@ def decode_value(value: Any, place: str) -> Any:
         return value
     if TAG not in value:
         return {key: decode_value(item, f"{place}[{key!r}]") for key, item in value.items()}
-    kind, inner = value[TAG], value.get("of")
-    if set(value) == {TAG, "of"} and isinstance(kind, str):
-        if kind == "float" and inner in ("inf", "-inf", "nan"):
-            return float(inner)
-        if kind == "tuple" and isinstance(inner, list):
-            return tuple(decode_value(inner, place))
-        if kind in _TABLES and isinstance(inner, list) and all(map(_is_pair, inner)):
-            pairs = decode_value(inner, place)
-            try:
-                return _TABLES[kind](dict(pairs))
-            except TypeError as error:
-                raise ValueError(f"{place} has a key that can be none: {error}") from None
-        if kind in DTYPES:
-            return _decode_number(decode_value(inner, place), kind, place)
-    raise ValueError(f"{place} is {show(value)}, which is no tagged value")
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
-
-
-def _decode_number(value: Any, kind: str, place: str) -> Tensor:
-    dtype = DTYPES[kind]
-    expected = bool if kind == "bool" else float if dtype.is_floating_point else int
-    if type(value) is not expected:
-        raise ValueError(f"{place} is {show(value)}, expected a number of {dtype}")
+    inner, kind = decode_value(value.get("of"), place), value[TAG] if value.keys() == {TAG, "of"} else ""
     try:
-        return torch.tensor(value, dtype=dtype)
-    except (RuntimeError, OverflowError) as error:
-        raise ValueError(f"{place} is {show(value)}, which is outside {dtype}") from error
+        return _MAKERS[kind](inner)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{place} is {show(value)}, which is no tagged value") from error
