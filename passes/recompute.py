@@ -112,7 +112,8 @@ def find_cores(graph: fx.Graph) -> list[list[fx.Node]]:
     for node in graph.nodes:
         if has_trait(node, Trait.SOFTMAX):
             before, behind = _reach(node, lambda n: n.all_input_nodes), _reach(node, lambda n: n.users)
-            core = _between(filter(_is_product, before), filter(_is_product, behind))
+            core = set(walk(filter(_is_product, before), attrgetter("users")))
+            core &= set(walk(filter(_is_product, core & behind), attrgetter("all_input_nodes")))
             if node in core and not core & taken:
                 taken |= core
                 cores.append(sorted(core))
@@ -135,12 +136,6 @@ def _reach(softmax: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> se
 def _is_product(node: fx.Node) -> bool:
     factors = find_factors(node)
     return bool(factors) and all(factor.op == "call_function" for factor in factors)
-
-
-def _between(starts: Iterable[fx.Node], ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return all calls on a way from one of `starts` to one of `ends`, with these."""
-    reached = set(walk(starts, attrgetter("users")))
-    return set(walk(reached.intersection(ends), lambda node: reached.intersection(node.all_input_nodes)))
 
 
 # The groups

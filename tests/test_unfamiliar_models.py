@@ -702,7 +702,7 @@ class Encoder(Model):
         return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize(("window", "found"), [(LENGTH, "causal"), (3, "with mask (sliding window of 3)")])
+@pytest.mark.parametrize(("window", "found"), [(LENGTH, "causal"), (3, "with mask (constant)")])
 @pytest.mark.parametrize("mesh", [slow((1, 1, 1)), (2, 2, 1)])
 def test_torchs_encoder_takes_any_mask(window: int, found: str, mesh: tuple[int, int, int]) -> None:
     torch.manual_seed(0)

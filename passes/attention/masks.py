@@ -136,9 +136,11 @@ class Masks:
         judged = "open" if seen is None else self.judge.judge(seen)
         if judged == "unknown":
             return f"its mask, {_origin(masks[0].source)}, has no known values"
-        if seen is not None and judged == "kept" and not self._sees_all(seen):
+        blocks = () if seen is None or judged != "kept" else self.judge.blocks(seen)
+        if not all(block is not None and bool(block.any(-1).all()) for _, block in blocks):
             return "its mask leaves a query no key"
-        words = ", ".join(filter(None, ["additive bias" if bias else "", self._shape_word(seen, judged)]))
+        shape_word = {"causal": "causal", "kept": "constant"}.get(judged, "")
+        words = ", ".join(filter(None, ["additive bias" if bias else "", shape_word]))
         if bias is not None:
             return self._add(bias, seen, words, dtype)
         square = seen is not None and tuple(seen.meta["val"].shape[-2:]) == tuple(shape[-2:])
@@ -196,20 +198,6 @@ class Masks:
             adds |= not bool((hidden | (block == 0)).all())
             finite &= bool((block > -torch.inf).all())
         return _Content(hides, adds, finite)
-
-    def _sees_all(self, seen: fx.Node) -> bool:
-        return all(block is not None and bool(block.any(-1).all()) for _, block in self.judge.blocks(seen))
-
-    def _shape_word(self, seen: fx.Node | None, judged: str) -> str:
-        if seen is None or judged != "kept":
-            return "causal" if judged == "causal" else ""
-        value = self.judge.value(seen)
-        if value is None or value.shape[-1] != value.shape[-2]:
-            return "constant"
-        first = value.reshape(-1, *value.shape[-2:])[0]
-        width = int(first[-1].sum())
-        window = torch.ones_like(first).tril().triu(1 - width)
-        return f"sliding window of {width}" if bool((value == window).all()) else "constant"
 
 
 def _wider(mask: fx.Node, dtype: torch.dtype) -> str:

@@ -210,7 +210,7 @@ class _Roles:
             if len(own) > 1:
                 self._name("g", own[0])
             self._name("a", heads)
-            x, y = (self._axis_map.of(factor) for factor in _factors(node))
+            x, y = (self._axis_map.of(factor) for factor in (find_factors(node) or node.args)[:2])
             self._name("s", x[-2])
             self._name_head(x[-1], heads)
             if has_trait(node, Trait.FUSED_ATTENTION):
@@ -242,9 +242,3 @@ class _Roles:
                 for leaf in (leaf for axis in self._axis_map.of(node) for leaf in ax.leaves(axis)):
                     if not any(reason in leaf.blocked for reason in PACKED):
                         self._name("n", leaf)
-
-
-def _factors(node: fx.Node) -> tuple[Any, Any]:
-    """Return the first two tensors that an attention, or a product of one, multiplies."""
-    first = 1 if operator_name(node.target) == "aten.baddbmm" else 0
-    return node.args[first], node.args[first + 1]

@@ -64,7 +64,7 @@ def test_it_is_what_torch_defines(score_mod: Any, mask_mod: Any) -> None:
 @pytest.mark.parametrize(
     ("attention", "words"),
     [
-        pytest.param(Windowed, "2 sdpa with mask (sliding window of 5)", marks=pytest.mark.slow),
+        pytest.param(Windowed, "2 sdpa with mask (constant)", marks=pytest.mark.slow),
         (Biased, "2 sdpa with mask (additive bias, causal)"),
         (Relative, "2 softmax only causal because aten.add"),
         pytest.param(MaskedAttention, "2 sdpa with mask (causal inside of documents)", marks=pytest.mark.slow),

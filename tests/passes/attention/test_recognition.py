@@ -67,13 +67,13 @@ def targets(program: Program) -> list[Any]:
 
 # Models of transformers
 
-CAUSAL, WINDOW = ("sdpa", "causal"), ("sdpa", "sliding window of 4")
+CAUSAL, WINDOW = ("sdpa", "causal"), ("sdpa", "constant")
 RULES: dict[str, list[tuple[str, str]]] = {
     **{name: [CAUSAL, CAUSAL] for name in CLASSES},
     "GPTNeoForCausalLM": [CAUSAL, WINDOW],
     "BloomForCausalLM": [("sdpa", "additive bias, causal")] * 2,
     "MistralForCausalLM": [WINDOW, WINDOW],
-    "Gemma2ForCausalLM": [("softmax", "sliding window of 4"), ("softmax", "causal")],
+    "Gemma2ForCausalLM": [("softmax", "constant"), ("softmax", "causal")],
     "BertForMaskedLM": [("sdpa", "no mask")] * 2,
     "ViTForImageClassification": [("sdpa", "no mask")] * 2,
     "T5ForConditionalGeneration": [*[("softmax", "no mask")] * 2, *[("softmax", "causal"), ("sdpa", "no mask")] * 2],
@@ -406,11 +406,8 @@ def one_off(value: bool) -> Callable[[], Tensor]:
 MASKED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "one key less": (lambda m, s: s.masked_fill(~one_off(False)(), -math.inf), "constant"),
     "one key more": (lambda m, s: torch.where(one_off(True)(), s, LEAST), "constant"),
-    "window": (lambda m, s: s.masked_fill(~tril().triu(-2), -math.inf), "sliding window of 3"),
-    "window, added": (
-        lambda m, s: s + torch.zeros(S, S).double().masked_fill(~tril().triu(-2), LEAST),
-        "sliding window of 3",
-    ),
+    "window": (lambda m, s: s.masked_fill(~tril().triu(-2), -math.inf), "constant"),
+    "window, added": (lambda m, s: s + torch.zeros(S, S).double().masked_fill(~tril().triu(-2), LEAST), "constant"),
     "two heads, two masks": (lambda m, s: s.masked_fill(~torch.stack([tril(), tril() | True]), -math.inf), "constant"),
     "alibi": (
         lambda m, s: causal_fill(m, s + torch.arange(S).double() * torch.tensor([0.5, 0.25]).view(2, 1, 1)),
