@@ -17,7 +17,7 @@ from autoptd.capture.quantized_modules import read_quantized
 from autoptd.check.program import ProgramError, check_program
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import describe_shape, find_disagreement, naming_program
-from autoptd.options import Options, check_graphs, check_seed
+from autoptd.options import Options, check_seed
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Stage
 from autoptd.passes.tensor_parallel.symbols import DimensionSymbols
@@ -148,8 +148,6 @@ class CompiledProgram:
         See `autoptd.verification.step.verify_program` for the arguments and what is raised.
         """
         check_seed(seed)
-        if batch is not None and not isinstance(batch, Mapping):
-            raise TypeError(f"batch is {batch!r}; expected a dict of tensors by input name, or None")
         reference = self.model if model is None else model
         if reference is None:
             raise ValueError("a loaded program has no model to compare with; call verify(model=...)")
@@ -255,7 +253,6 @@ class CompiledProgram:
         or a buffer whose values were compiled into the program (`Manifest.proved`) has changed; RuntimeError if ranks
         have different programs, or different weights from modules or mappings (those of files are not read for this).
         """
-        check_graphs(graphs)
         if weights is None and self.model is not None:
             check_parameters(self.manifest, self.model)
         placed = _read_device(_default_device() if device is None else device)
@@ -269,7 +266,7 @@ class CompiledProgram:
                 compare_weights(program.manifest, connection, own)
             pipeline = connection.rank.coordinates.pipeline
             programs = (program._read_rank(pipeline, own) for program, own in given)
-            replays = graphs == "auto" and placed.type in graph_devices
+            replays = bool(graphs) and placed.type in graph_devices
             bound = signed(self.manifest)
             parallel = bound(connection, *programs, drawn=weights is None, graphs=replays)
         parallel.loss_type = getattr(self.model, "loss_type", None)

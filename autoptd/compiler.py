@@ -111,7 +111,6 @@ def compile(
     given |= {"microbatch_size": microbatch_size, "num_model_chunks": num_model_chunks, "recompute": recompute}
     given |= {"scatter_gather": scatter_gather, "sequence_parallel": sequence_parallel, "schedule": schedule}
     given |= {"device": device, "dtype": dtype, "overlap": overlap, "zero": zero, "wide_gradients": wide_gradients}
-    options.check_outputs(outputs)
     own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster, "outputs": outputs}
     own |= {"mesh": mesh, "num_microbatches": num_microbatches, "expert": expert}
     return _compile(model, **{**given, **own, **(plan(model, **needed, **given)[0].options if auto else {})})

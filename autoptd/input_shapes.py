@@ -22,21 +22,13 @@ COMMON = (
 def list_examples(example_inputs: Any) -> list[Any]:
     """Return the example of each input shape: the entries of a list of dicts, tuples or lists, else the only one.
 
-    Raises TypeError for a list that mixes these with others, and for anything else.
+    Raises TypeError for anything else.
     """
     if example_inputs is not None and not isinstance(example_inputs, (Mapping, Sequence, Tensor)):
         raise TypeError(f"example_inputs is {example_inputs!r}; expected a dict or tuple, or a list of these")
     several = example_inputs if isinstance(example_inputs, list) else []
-    whole = [isinstance(x, (Mapping, tuple, list)) for x in several]
-    if not any(whole):
-        return [example_inputs]  # a list: the positional inputs of one microbatch
-    if not all(whole):
-        other = several[whole.index(False)]
-        raise TypeError(
-            f"example_inputs is a list that mixes examples with a {type(other).__name__}; expected a dict or tuple for "
-            "each of several input shapes, or a dict of the inputs of one microbatch"
-        )
-    return several
+    whole = any(isinstance(x, (Mapping, tuple, list)) for x in several)
+    return several if whole else [example_inputs]  # a list without one is the positional inputs of one microbatch
 
 
 def naming_shape(number: int, example: Any) -> AbstractContextManager[None]:

@@ -99,19 +99,6 @@ def check_seed(seed: object) -> None:
         raise ValueError(f"seed is {seed}; expected an integer of 64 bits, such as {seed % (1 << 32)}")
 
 
-def check_graphs(graphs: object) -> None:
-    """Raise ValueError unless `graphs` is "auto" or False."""
-    if graphs is not False and graphs != "auto":
-        raise ValueError(f"graphs is {graphs!r}; expected 'auto' (stages are CUDA graphs on CUDA) or False")
-
-
-def check_outputs(outputs: object) -> None:
-    """Raise TypeError unless `outputs` is True or a list or tuple of names."""
-    named = isinstance(outputs, (list, tuple)) and all(isinstance(name, str) for name in outputs)
-    if outputs is not True and not named:
-        raise TypeError(f'outputs is {outputs!r}; expected names of fields, such as ("logits",), or True')
-
-
 def check_flags(**flags: object) -> None:
     """Raise ValueError unless each is True or False."""
     for name, value in flags.items():
@@ -139,11 +126,9 @@ def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: 
                 f'mesh="auto" needs {", ".join(missing)}: give the number of devices (world_size), the sequences of a '
                 "step (global_batch), and the cluster"
             )
-        if num_microbatches is not None:
-            why = "it follows from global_batch: leave it out, or give a mesh"
-            raise ValueError(f'num_microbatches= does not go with mesh="auto", where {why}')
-        if expert is not None:
-            raise ValueError('expert= does not go with mesh="auto", which chooses it: leave it out')
+        for name, value in (("num_microbatches", num_microbatches), ("expert", expert)):
+            if value is not None:
+                raise ValueError(f'{name}= does not go with mesh="auto", which chooses it: leave it out')
         return True
     for name in ("world_size", "global_batch"):
         if needed[name] is not None:

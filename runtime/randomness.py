@@ -111,8 +111,6 @@ def mask_key(
     `sample` is the batch dimension (None, and of a scalar: all share the mask of sample 0, and `sampled` is 0);
     `divided` the dimension of which `shape` holds part `index` of `size` equal, contiguous parts.
     """
-    if not 0 <= operator < 1 << OPERATOR_BITS:
-        raise ValueError(f"operator number {operator} is outside 0 to {(1 << OPERATOR_BITS) - 1}")
     for name, dim in (("sample", sample), ("divided", divided)):
         if dim is not None and shape and not -len(shape) <= dim < len(shape):
             raise ValueError(f"{name} is {dim}, expected a dimension of {list(shape)}")

@@ -386,19 +386,14 @@ def test_batch_that_requires_gradient() -> None:
 
 
 def test_batch_made_in_inference_mode(parallel: Parallel) -> None:
-    """As what another model generates: without gradients, or cloned, it is a batch as any."""
+    """As what another model generates: it is a batch as any."""
     with torch.inference_mode():
         idx = torch.zeros(6, 8, dtype=torch.long)
-    batch_refused(parallel, ValueError, "idx was made under torch.inference_mode", ".clone()", idx=idx)
     batch = make_batch(CONFIG, 6)
-    parallel(**{**batch, "idx": idx.clone()})
+    own, other = (float(parallel(**{**batch, "idx": given})) for given in (idx, idx.clone()))
+    assert own == other
     with torch.no_grad():
         parallel(**{**batch, "idx": idx})
-
-
-def test_batch_that_is_sparse(parallel: Parallel) -> None:
-    idx = torch.zeros(6, 8, dtype=torch.long).to_sparse()
-    batch_refused(parallel, ValueError, "idx is torch.sparse_coo", "expected a dense", ".to_dense()", idx=idx)
 
 
 def test_missing_argument(parallel: Parallel) -> None:

@@ -352,7 +352,7 @@ def test_shapes_that_cannot_share_are_refused() -> None:
     )
     narrow = {**short, "idx": short["idx"].int()}
     refused("inputs are idx of torch.int32 .* shape's idx of torch.int64", make_model(), two, [long, narrow])
-    with pytest.raises(TypeError, match="a list that mixes examples with a Tensor"):
+    with pytest.raises(ValueError, match=r"example_inputs\[1\].*example_inputs is a tensor for the inputs"):
         autoptd.compile(make_model(), two, example_inputs=[long, long["idx"]])
 
 

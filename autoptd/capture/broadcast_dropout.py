@@ -12,7 +12,7 @@ from autoptd.capture.example_inputs import make_example
 from autoptd.capture.export import capture
 from autoptd.capture.results import LossFunction, Outputs
 from autoptd.options import Options
-from autoptd.pass_list import select_passes
+from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.ir.nodes import argument, info, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import kernels
@@ -38,8 +38,7 @@ def mark_expanded(
             given: Any = {"example_inputs": inputs, "loss_fn": loss_fn, "microbatch_size": 2, "outputs": outputs}
             two = capture(model, mesh=program.mesh, device=options.device, **given)
             with leave_autocast():
-                for _, step in select_passes(options, "arrange"):
-                    two = step(two)
+                two = run_passes(select_passes(options, "arrange"), two, lambda _: None)
     except (TypeError, ValueError) as error:
         place = where(next(iter(found.values())))
         warn_caller(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves  # private, with no public twin
 
 from autoptd.capture.results import LossFunction
 from autoptd.passes.ir.program import Program
@@ -55,12 +54,6 @@ def read_examples(
     targets = _target_names(loss_fn, given.keys() - forward.keys())
     _check_names(given, signature, targets)
     constants = {k: v for k, v in given.items() if not isinstance(v, Tensor)}
-    for name, value in constants.items():
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            raise ValueError(
-                f"example input {name!r} is a {type(value).__name__} of tensors; each tensor must be an input of its "
-                "own: wrap the model in a module whose forward takes them one by one"
-            )
     if "use_cache" in forward and "use_cache" not in given:
         constants["use_cache"] = False  # a training step has no use for the key/value cache
         if getattr(getattr(model, "config", None), "use_cache", False):
@@ -110,8 +103,6 @@ def _target_names(loss_fn: LossFunction, given: Collection[str] = ()) -> tuple[s
     """Return what `loss_fn` takes besides the output: required arguments, and optional targets or `given` ones."""
     if loss_fn is None:
         return ()
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn is {loss_fn!r}; expected a function of the output and the targets, or None")
     if isinstance(loss_fn, nn.Module):
         loss_fn = loss_fn.forward
     parameters = list(inspect.signature(loss_fn).parameters.values())

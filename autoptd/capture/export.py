@@ -67,6 +67,7 @@ def capture(
             refuse_hooks(part)
             buffers |= part.named_buffers(name)
     examples = read_examples(model, example_inputs, loss_fn, microbatch_size)
+    fixed = {n: encode_value(value, f"example input {n!r}") for n, value in examples.constants.items()}
     mode = make_mode()
     twin_of = partial(make_twin, mode=mode)
     with mode:
@@ -85,7 +86,8 @@ def capture(
 
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.
     dtypes = torch.autocast("cpu", autocast.dtype) if autocast else nullcontext()
-    said_causal = patch.object(transformer, "_detect_is_causal_mask", _is_said_causal)
+    # What ``nn.TransformerEncoder`` finds by reading a mask's values, the passes prove.
+    said_causal = patch.object(transformer, "_detect_is_causal_mask", lambda _, is_causal, *__: is_causal is True)
     with dtypes, said_causal, write_experts(), assuming() as assumed:
         try:
             with keeping_attributes(objective):
@@ -107,15 +109,9 @@ def capture(
     stage = Stage(graph, tensors.parameters, fx.Graph())
     log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
-    fixed = {n: encode_value(value, f"example input {n!r}") for n, value in examples.constants.items()}
     read = (name.removeprefix("captured.") for name in objective.known.read)
     proved = frozenset(tensors.aliases.get(name, name) for name in read)
     return Program(mesh, (stage,), *known, proved, autocast=autocast, fixed=fixed, device=seen)
-
-
-def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Replace a function of ``nn.TransformerEncoder`` that reads a mask's values: the passes prove masks causal."""
-    return is_causal is True
 
 
 def check_model(model: object) -> None:
@@ -129,8 +125,6 @@ def check_model(model: object) -> None:
         raise TypeError(f"model is a {name} from torch.compile; pass the plain module it was made from")
     if isinstance(model, Parallel):
         raise TypeError(f"model is an autoptd {name}, compiled already; pass the plain module it came from")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("model is a torch.jit.ScriptModule; pass the nn.Module it was scripted from")
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise TypeError(

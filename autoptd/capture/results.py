@@ -7,6 +7,7 @@ from typing import TypeGuard
 from torch import Tensor, is_floating_point
 
 from autoptd.capture.source_lines import CaptureError
+from autoptd.runtime.program.class_path import find_class
 from autoptd.runtime.program.manifest import Output, OutputKind
 
 Outputs = bool | Sequence[str]  # options of `compile`
@@ -88,14 +89,10 @@ def describe(result: object) -> str:
 
 
 def _type_name(value: object) -> str:
-    """Return the name by which every rank finds the class; raise ValueError for one defined in a function."""
-    name = type(value).__qualname__
-    if "<locals>" in name:
-        raise ValueError(
-            f"the model returns a {name}, a class defined within a function: define it at the top level of a module, "
-            "where every rank can import it, or return a dict"
-        )
-    return f"{type(value).__module__}:{name}"
+    """Return the name by which every rank finds the class; ValueError where none does."""
+    path = f"{type(value).__module__}:{type(value).__qualname__}"
+    find_class(path, "model's output class")
+    return path
 
 
 def is_loss(value: object) -> TypeGuard[Tensor]:

@@ -107,11 +107,7 @@ def _trace_stage(program: ProgramText, index: int, manifest: Manifest, propagati
 
 def _trace_constants(program: ProgramText, tensors: Mapping[str, Tensor], propagation: Propagation) -> fx.Graph:
     recorder = Recorder(program.filename, _find_targets(program.text), tensors, propagation)
-    graph = recorder.record(program.constants, recorder.parameters)
-    if not isinstance(graph.output_node().args[0], dict):
-        line = program.constants.__code__.co_firstlineno
-        raise ValueError(f"{program.filename}:{line}: constants(p) does not return a dict of tensors by name")
-    return graph
+    return recorder.record(program.constants, recorder.parameters)
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

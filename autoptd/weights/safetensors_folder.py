@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from autoptd.runtime.checkpoint.pretrained import INDEX, SHARD, WHOLE
+from autoptd.runtime.checkpoint.pretrained import INDEX, WHOLE
 from autoptd.runtime.weights.file_tensor import DTYPES, FileTensor
 
 
@@ -17,7 +17,7 @@ class SafetensorsFolder(Mapping[str, Tensor]):
     """The tensors at `path`, a file or folder; a tensor, or some of its rows, is read when it is used.
 
     Of a folder, the file ``model.safetensors`` is used, else the files of its index, else all. `rename` returns the
-    model's name for a name in the files. ValueError for no file, one missing or unreadable, or two tensors of one name.
+    model's name for a name in the files. ValueError for no file, an unreadable one, or two tensors of one name.
     """
 
     def __init__(self, path: str | Path, rename: Callable[[str], str] | None = None) -> None:
@@ -35,12 +35,6 @@ class SafetensorsFolder(Mapping[str, Tensor]):
                         "folder, and a rename= that keeps names apart"
                     )
                 self.stored[own] = tensor
-        found = {tensor.name for tensor in self.stored.values()}
-        if lost := [name for name in index or {} if name not in found]:
-            raise ValueError(
-                f"{path / INDEX} says that {len(lost)} tensors are in files that do not have them ({lost[0]} in "
-                f"{(index or {})[lost[0]]}): the folder is damaged, or half of another model's; write it again"
-            )
 
     def __getitem__(self, name: str) -> Tensor:
         return self.stored[name].read()
@@ -80,11 +74,6 @@ def _list_files(path: Path, index: dict[str, str] | None) -> list[Path]:
         way = "; *.bin files are pickles: load them with from_pretrained, then save_pretrained" * pickled
         expected = "a file, or a folder with *.safetensors (a name on a hub: download it first)"
         raise ValueError(f"{path} has no safetensors; expected {expected}{way}")
-    if path.is_dir() and any(SHARD.fullmatch(file.name) for file in files):
-        raise ValueError(
-            f"{path} has {files[0].name} and no {INDEX}: it is a part of a model, or was not written to its end; "
-            "fetch the index, or write the folder again"
-        )
     return files
 
 

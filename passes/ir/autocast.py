@@ -6,12 +6,12 @@ from typing import Literal
 import torch
 from torch._ops import OpOverload
 
-Policy = Literal["lower", "float32", "sum", "widest", "inside", "refused"]
+Policy = Literal["lower", "float32", "sum", "widest", "inside"]
 """What becomes of an operator's floating arguments, float64 left alone.
 
 "lower": all take autocast's dtype. "float32": all take float32. "sum": the first takes float32, unless the call names a
-dtype. "widest": all take float32 if one has it. "inside": no kernel of its own casts; what it calls does, so that its
-arguments are cast where torch's own result is in autocast's dtype. "refused": torch refuses it.
+dtype. "widest": all take float32 if they have several. "inside": no kernel of its own casts; what it calls does, and so
+its arguments are cast where torch's own result has autocast's dtype.
 """
 
 KERNELS: dict[str, dict[Policy, str]] = {}
@@ -41,7 +41,6 @@ KERNELS["cuda"] = {
     "widest": """
         addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
     """,
-    "refused": "binary_cross_entropy",
 }
 
 # Operators that are made of those. On CUDA torch rounds log-probabilities to fewer bits between the two halves of

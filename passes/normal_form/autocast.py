@@ -1,13 +1,12 @@
 """Write ``torch.autocast`` out as casts: some operators compute in fewer bits, some in float32."""
 
-from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from autoptd.passes.ir.autocast import KERNELS, Autocast, Policy
+from autoptd.passes.ir.autocast import KERNELS, Autocast
 from autoptd.passes.ir.autograd_functions import find_cast, find_operations
 from autoptd.passes.ir.nodes import nodes_in, where
 from autoptd.passes.normal_form.writer import Call, is_mutation
@@ -37,7 +36,7 @@ def cast_arguments(state: Autocast, call: Call) -> Call:
     """Return the call with its arguments cast according to `state`.
 
     Each cast of a value is written once, at its first such use. A parameter is cast at each use, as these may lie in
-    several stages, so that its cast need not be sent. Raises ValueError, with file and line, for what torch refuses.
+    several stages, so that its cast need not be sent.
     """
     target, writer = call.node.target, call.writer
     policy = state.policy(target)
@@ -49,7 +48,10 @@ def cast_arguments(state: Autocast, call: Call) -> Call:
     elif policy is None or not eligible:
         return call
     else:
-        dtype = _choose_dtype(policy, state, call.node, {n.meta["val"].dtype for n in eligible})
+        several = len({n.meta["val"].dtype for n in eligible}) > 1
+        lower = policy == "lower" or (policy == "inside" and call.node.meta["val"].dtype == state.dtype)
+        stays = policy == "inside" or (policy == "widest" and not several)
+        dtype = state.dtype if lower else None if stays else torch.float32
 
     def read(source: fx.Node) -> fx.Node:
         if dtype is None or source not in eligible or source.meta["val"].dtype == dtype:
@@ -63,23 +65,6 @@ def cast_arguments(state: Autocast, call: Call) -> Call:
         return made
 
     return replace(call, args=fx.map_arg(call.args, read), kwargs=fx.map_arg(call.kwargs, read))
-
-
-def _choose_dtype(policy: Policy, state: Autocast, node: fx.Node, dtypes: Set[torch.dtype]) -> torch.dtype | None:
-    """Return the dtype that a call casts arguments of these `dtypes` to; None: it casts none."""
-    if policy == "refused":
-        raise ValueError(
-            f"{where(node)}: torch refuses to autocast {node.target}: use the form with logits, or disable autocast "
-            "there"
-        )
-    if policy == "widest" and len(dtypes) > 1 and not dtypes <= {torch.float32, state.dtype}:
-        raise ValueError(
-            f"{where(node)}: {node.target} gets {', '.join(sorted(map(str, dtypes)))} under autocast to "
-            f"{state.dtype}, which torch does not promote; cast its arguments explicitly"
-        )
-    if policy == "lower" or (policy == "inside" and node.meta["val"].dtype == state.dtype):
-        return state.dtype
-    return None if policy == "inside" or (policy == "widest" and len(dtypes) == 1) else torch.float32
 
 
 def _choose_cast(state: Autocast, function: AutogradFunction, call: Call) -> torch.dtype | None:

@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
     for name, fixed in manifest.fixed.items():
         value = given.get(name)
         try:
-            same = name not in given or _is_alike(encode_value(value, name), fixed)
+            same = name not in given or _write(encode_value(value, name)) == _write(fixed)
         except TypeError:
             same = False
         if not same:
@@ -90,13 +91,8 @@ def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
             )
 
 
-def _is_alike(one: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal; True and 1 are not."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_alike, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_alike(one[key], other[key]) for key in one)
-    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+def _write(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)  # which tells True from 1
 
 
 def find_shape(manifests: Sequence[Manifest], given: Mapping[str, Any]) -> int:
@@ -146,13 +142,6 @@ def _check_input(manifest: Manifest, expected: Input, value: Any, device: torch.
         raise ValueError(f"argument {name} is {value.dtype}, expected {dtype}: give it .to({dtype})")
     if value.device.type != device.type or device.index not in (None, value.device.index):
         raise ValueError(f"argument {name} is on {value.device}, expected {device}: give it .to('{device}')")
-    if value.layout is not torch.strided:
-        raise ValueError(f"argument {name} is {value.layout}, expected a dense tensor: give it .to_dense()")
-    if value.is_inference() and torch.is_grad_enabled():
-        raise ValueError(
-            f"argument {name} was made under torch.inference_mode, and no backward may keep it: give it .clone(), or "
-            "make it under torch.no_grad"
-        )
     if value.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"argument {name} requires gradient, but the program gives gradients to its own parameters only, so that "

@@ -7,7 +7,7 @@ def find_class(path: str, role: str) -> type:
     """Return the class of a `path`; ValueError, which calls it the `role`, where there is none."""
     try:
         found = pkgutil.resolve_name(path)
-    except AttributeError as error:
+    except (AttributeError, ValueError) as error:  # ValueError: of a name such as f.<locals>.C
         module, _, name = path.partition(":")
         raise ValueError(
             f"the {role} {name} is not found in module {module}: define it at a module's top level, where every rank "

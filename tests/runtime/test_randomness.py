@@ -141,11 +141,6 @@ def test_masks_drop_the_right_share_independently(p: float) -> None:
     assert abs((centred[1:] * centred[:-1]).mean().item()) < 5 / math.sqrt(mask.numel())
 
 
-def test_an_operator_number_has_24_bits() -> None:
-    with pytest.raises(ValueError, match="operator number 16777216 is outside 0 to 16777215"):
-        keep_mask(Randomness(), 0.5, 1 << 24, (1, 4), CPU)
-
-
 def test_an_empty_tensor_has_an_empty_mask() -> None:
     assert keep_mask(Randomness(), 0.5, 0, (2, 0), CPU).shape == (2, 0)
 

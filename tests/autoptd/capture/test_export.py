@@ -345,11 +345,11 @@ def test_sequence_first_batch_dim() -> None:
 
 def test_nested_inputs_are_refused() -> None:
     class Nested(nn.Module):
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            return batch["idx"].sum()
+        def forward(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
+            return x.sum() + batch["idx"].sum()
 
-    with pytest.raises(ValueError, match="'batch' is a dict of tensors"):
-        capture(Nested(), mesh=MESH, example_inputs={"batch": batch("idx")})
+    with pytest.raises(TypeError, match=r"example input 'batch'\['idx'\] is a torch.Tensor of shape"):
+        capture(Nested(), mesh=MESH, example_inputs={"x": torch.zeros(2), "batch": batch("idx")})
 
 
 class Branching(Head):
@@ -421,7 +421,7 @@ def loss_only(logits: Tensor, loss: Tensor) -> Tensor:
         (Head(lambda logits, loss: logits), {}, ValueError, ["no scalar loss", "[2, 16, 61]", "loss_fn="]),
         (Head(lambda logits, loss: (logits, None)), {}, ValueError, ["tuple of", "NoneType None", "loss_fn="]),
         (Head(lambda logits, loss: loss.item()), {}, ValueError, ["no scalar loss"]),
-        (Head(local_result), {}, ValueError, ["f.<locals>.Own", "within a function", "top level", "a dict"]),
+        (Head(local_result), {}, ValueError, ["output class f.<locals>.Own", "top level"]),
         (Head(loss_only), {"names": ("idx", "target")}, ValueError, ["idx, target, and", "missing", "'targets'"]),
         (Head(loss_only), {"names": ("idx",)}, ValueError, ["missing a required argument: 'targets'", "idx"]),
         (Head(loss_only), {"microbatch_size": 3}, ValueError, ["microbatch_size=3", "'idx'", "[2, 16]"]),

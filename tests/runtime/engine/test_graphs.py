@@ -407,11 +407,6 @@ def test_what_cannot_be_captured_runs_plainly_and_says_so(monkeypatch: pytest.Mo
     assert all("program_00.py runs" in text and "not permitted" in text for text in said)
 
 
-def test_an_unknown_choice_of_graphs_is_refused() -> None:
-    with pytest.raises(ValueError, match="graphs is True; expected 'auto'"):
-        compile_gpt().bind(graphs=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
