@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.activation import Gelu, activate_linear
-from autoptd.runtime.kernels.linear import Linear, multiply
+from autoptd.runtime.kernels.linear import Gathered, Linear, multiply, multiply_scattered
 from autoptd.runtime.kernels.operands import Operand
 from autoptd.runtime.kernels.partial_sums import sum_over_ranks
 
@@ -58,12 +58,13 @@ def take_own(rank: Rank, x: Tensor, dim: int) -> Tensor:
 
 
 def copied_linear(
-    rank: Rank, x: Tensor, weight: Tensor, bias: Operand = None, transposed: bool = False, gathered: bool = False
+    rank: Rank, x: Tensor, weight: Tensor, bias: Operand = None, transposed: bool = False, gathered: Gathered = False
 ) -> Tensor:
     """Compute ``linear(copy_to_tensor(rank, x), weight, bias)``, or of ``gather_to_tensor(rank, x, 0)`` if `gathered`.
 
     `weight` is [out, in], or [in, out] where `transposed`. The backward posts f's all-reduce, computes the gradients of
     weight and bias, and then waits for it. Of a gathered x this rank's part is kept, which the backward gathers again.
+    "in pieces", the tensor ranks' parts go around, and each is multiplied while the next one comes.
     """
     return multiply(rank, Linear(transposed), x, [weight], [bias], gathered)[0]
 
@@ -74,7 +75,7 @@ def copied_linears(
     weights: Sequence[Tensor],
     biases: Sequence[Operand] | None = None,
     transposed: bool = False,
-    gathered: bool = False,
+    gathered: Gathered = False,
 ) -> tuple[Tensor, ...]:
     """Compute several linears as `copied_linear` does one; biases may be None.
 
@@ -95,11 +96,19 @@ def copied_linear_gelu(
     bias: Tensor,
     approximate: Gelu = "none",
     transposed: bool = False,
-    gathered: bool = False,
+    gathered: Gathered = False,
 ) -> Tensor:
     """Compute `kernels.linear_gelu` with the product of `copied_linear`."""
     product = partial(copied_linear, rank, transposed=transposed, gathered=gathered)
     return activate_linear(product, x, weight, bias, approximate)
+
+
+def scattered_linear(rank: Rank, x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+    """Compute ``reduce_scatter(rank, linear(x, weight), 0)`` in t pieces, the sum of one sent while the next is made.
+
+    The backward gathers the gradient in pieces, and multiplies each with the weight while the next one comes.
+    """
+    return multiply_scattered(rank, Linear(transposed), x, weight)
 
 
 COPIED = (copied_linear, copied_linears, copied_linear_gelu)

@@ -63,7 +63,8 @@ def write_communication(node: fx.Node, tensor: int) -> str:
         return f"backward: all-reduce, {write_bytes(value.nbytes)} over tensor"
     work = forward_work(node)
     kind = "all-reduce" if work.reduced else "all-gather"
-    kind = "reduce-scatter" if node.target is collectives.reduce_scatter else kind
+    scattered = node.target in (collectives.reduce_scatter, collectives.scattered_linear)
+    kind = "reduce-scatter" if scattered else kind
     return f"{kind}, {write_bytes(work.exchanged)} over tensor" if work.exchanged else ""
 
 

@@ -120,11 +120,12 @@ def _norm_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Wo
 
 
 def _reduce_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
-    placement = proof.read(node.args[1], placements)
+    made = node.target is collectives.scattered_linear  # of its own product
+    placement = products.product_placed(node, placements) if made else proof.read(node.args[1], placements)
     if isinstance(placement, Replicate):
         raise proof.PlacementError(
             f"all-reduces {node.args[1]}, which is whole on every tensor rank already, and so multiplies it "
-            "by their number: leave this reduce_from_tensor out"
+            f"by their number: leave this {node.target.__name__} out"  # type: ignore[union-attr]
         )
     if isinstance(placement, Shard):
         raise proof.PlacementError(
@@ -182,7 +183,7 @@ def _own_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
 def _part_of(node: fx.Node) -> AxisPlacement:
     """Of a result of which each rank has a run along the dimension that its call names."""
     shape = shape_of(node)
-    dim = int(argument(node, "dim")) % len(shape)
+    dim = 0 if node.target is collectives.scattered_linear else int(argument(node, "dim")) % len(shape)
     return Shard(dim, (Segment(1, shape[dim], 1, True),))
 
 
@@ -199,11 +200,40 @@ def _move(node: fx.Node, value: Value, *_: Any) -> Work:
 
 
 def _copied_work(node: fx.Node, value: Value) -> Work:
-    """The products, behind the gather of x."""
+    """The products, behind the gather of x or beside it."""
     x: Any = node.args[1]
     whole = _gathered_bytes(node, value)
     gather = Work(read=value.bytes(x), written=whole, gathered=whole, launches=2) if whole else Work()
-    return multiply(node, value) + gather
+    in_pieces = bound_arguments(node).get("gathered") == "in pieces"
+    return gather + (_divide_rows(node, value, multiply(node, value)) if in_pieces else multiply(node, value))
+
+
+def _divide_rows(node: fx.Node, value: Value, work: Work) -> Work:
+    """Return the work of products with a t-th of the rows at a time, all but one of them beside a message."""
+    found = read_products(node)
+    rows = shape_of(found[0].x)[0], found[0].pick(node.meta["val"]).shape[0]
+    tensor = max(rows) // min(rows)
+    pieces = tuple(
+        replace(p, rows=p.rows // tensor if isinstance(p.rows, int) else p.rows / tensor) for p in work.products
+    )
+    again = (tensor - 1) * sum(value.bytes(product.weight) for product in found)
+    launches = tensor * work.launches + 2 * (tensor - 1)  # and a message and a sum, or a copy
+    overlapped = Work(products=pieces * (tensor - 1), launches=(tensor - 1) * work.launches)
+    return replace(work, products=pieces * tensor, read=work.read + again, launches=launches, overlapped=overlapped)
+
+
+def _scattered_work(node: fx.Node, value: Value) -> Work:
+    """The pieces of the product, to each of which but the first what comes is added."""
+    work = multiply(node, value)
+    return _divide_rows(node, value, work) + Work(read=2 * work.written, written=work.written, gathered=work.written)
+
+
+def _scattered_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
+    """The pieces of the gradient of x, beside the gather of the result's, and then that of the weight."""
+    of_x, of_weight = find_gradients(node, value, wanted)
+    whole = multiply(node, value).written
+    gather = Work(read=value.bytes(node), written=whole, gathered=whole)
+    return _divide_rows(node, value, of_x) + of_weight + gather
 
 
 def _gathered_bytes(node: fx.Node, value: Value) -> Number:
@@ -257,6 +287,9 @@ RULES: Mapping[Any, OperatorRules] = {
         placed=_reduce_placed, work=_all_reduce, backward=lambda *_: Work(), traits=_ANY | Trait.SUMS_RANKS
     ),
     collectives.reduce_scatter: OperatorRules(placed=_scattered_placed, work=_move, backward=_move, traits=_ANY),
+    collectives.scattered_linear: replace(
+        products.PRODUCT, placed=_scattered_placed, work=_scattered_work, backward=_scattered_backward, traits=_ANY
+    ),
     collectives.gather_to_tensor: OperatorRules(placed=_gathered_placed, work=_move, backward=_move, traits=_F),
     collectives.all_gather: OperatorRules(
         placed=_gathered_placed, work=_move, backward=lambda *_: Work(), traits=_ANY | Trait.SUMS_RANKS

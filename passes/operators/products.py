@@ -234,7 +234,7 @@ def _gemm(product: MatrixProduct, value: Value) -> Product:
     node = product.node
     if read_einsum(node).operands:
         return _einsum(node, value)
-    shape, inner = product.pick(value.shape(node)), value.shape(product.x)[-1]
+    shape, inner = _result_shape(product, value), value.shape(product.x)[-1]
     if len(shape_of(product.weight)) > 2 and len(shape_of(product.x)) > 1:
         return Product(prod(shape[:-2]), shape[-2], shape[-1], inner)
     many = len(shape_of(product.weight)) > 1
@@ -279,9 +279,16 @@ def multiply(node: fx.Node, value: Value) -> Work:
     return sum(works[1:], works[0]) if works else count_work(node, value)
 
 
+def _result_shape(product: MatrixProduct, value: Value) -> Sequence[Number]:
+    """Return the shape of a product's result, of which a rank may keep its part of a sum."""
+    shape: Sequence[Number] = product.pick(value.shape(product.node))
+    scattered = product.node.target is collectives.scattered_linear
+    return (*value.shape(product.x)[:-1], shape[-1]) if scattered else shape
+
+
 def _result_size(product: MatrixProduct, value: Value) -> tuple[Number, Number]:
     """Return the elements and the bytes of a product's result."""
-    count = prod(product.pick(value.shape(product.node)))
+    count = prod(_result_shape(product, value))
     return count, count * product.pick(product.node.meta["val"]).element_size()
 
 

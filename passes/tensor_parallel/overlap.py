@@ -4,6 +4,9 @@ f (`collectives.copy_to_tensor`) sums the gradient of what a divided region read
 have done their backwards, and nothing is left to do meanwhile. Where these are linears (after fusion), one operator
 stands for f and them: its backward computes the gradient of x, posts the sum, computes those of the weights, and waits.
 So where x is gathered first (`collectives.gather_to_tensor`); then the operator keeps a rank's own part only.
+
+Gathers before such linears, and reduce-scatters behind others, also run in t pieces, each beside the product of
+another, where the cost model says that this saves time (Wang et al. 2023).
 """
 
 from collections import Counter
@@ -13,7 +16,10 @@ from typing import Any
 
 from torch import fx
 
-from autoptd.passes.fusion.patterns import Call, Match, is_reshape
+from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.durations import Durations, Precision
+from autoptd.passes.cost.work import backward_work, forward_work
+from autoptd.passes.fusion.patterns import Call, Match, is_call, is_reshape, is_single
 from autoptd.passes.fusion.writing import ChainWriter
 from autoptd.passes.ir.names import rename_nodes
 from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, copy_node, info, shape_of, walk
@@ -22,15 +28,21 @@ from autoptd.passes.ir.program import Program, copy_graph, find_trained
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, collectives, kernels
 
+LEAST_GAIN = 0.99  # of the time of a product and its message, for pieces of them
 
-def overlap_reductions(program: Program) -> Program:
+
+def overlap_reductions(program: Program, cluster: Cluster | None = None) -> Program:
     """Join every f with its readers, if they are linears with weights to train; the log says why others stay.
 
+    The gathers and scatters of divided tokens run in pieces where that pays on the `cluster`, by default the paper's.
     Raises ValueError where what is written has another shape or dtype than what it stands for.
     """
     if program.mesh.tensor == 1:
         return program
-    writer = ChainWriter(Propagation(program.mesh))
+    propagation = Propagation(program.mesh)
+    writer = ChainWriter(propagation)
+    durations = Durations(cluster or Cluster.load("dgx-a100"), program.mesh, Precision.of(program.stages))
+    in_pieces = 0
     found: Counter[str] = Counter()  # by the reasons why they stay
     stages = []
     for stage in program.stages:
@@ -41,11 +53,41 @@ def overlap_reductions(program: Program) -> Program:
             found[reason] += 1
             if not reason:
                 writer.replace(_join(f, readers), name=f"{readers[0].node.name}_together")
+        in_pieces += _divide_messages(copied.graph, writer, propagation, durations)
         stages.append(replace(stage, graph=rename_nodes(copied.graph)))
     total, hidden = found.total(), found.pop("", 0)
     entry = f"overlap_reductions {hidden} of {total} sums backward beside weight gradients"
     reasons = "; ".join(f"{count} {reason}" for reason, count in found.items())
-    return program.replace_stages(tuple(stages), entry + (f", not: {reasons}" if reasons else ""))
+    entry += f", not: {reasons}" if reasons else ""
+    entry += f"; {in_pieces} gathers and scatters in pieces" if in_pieces else ""
+    return program.replace_stages(tuple(stages), entry)
+
+
+def _divide_messages(graph: fx.Graph, writer: ChainWriter, propagation: Propagation, durations: Durations) -> int:
+    """Let gathers and scatters run in pieces beside their products where that saves time; return how many do."""
+
+    def seconds(*nodes: fx.Node) -> float:
+        works = (work(node) for node in nodes for work in (forward_work, backward_work))
+        return sum(durations.seconds(work).total for work in works)
+
+    count = 0
+    for node in list(graph.nodes):
+        if node.kwargs.get("gathered"):
+            before, kept = seconds(node), node.kwargs
+            node.kwargs = {**kept, "gathered": "in pieces"}
+            count += (saves := seconds(node) < LEAST_GAIN * before)
+            node.kwargs = node.kwargs if saves else kept
+        elif is_call(node, collectives.reduce_scatter) and node.args[2] == 0 and is_single(node.args[1]):
+            product = _read_linear(node.args[1])
+            if product is not None and product.bias is None:
+                given = collectives.scattered_linear, (node.args[0], product.x, product.weight)
+                trial = propagation.write(node, *given, product.options, like=node)
+                saves = seconds(trial) < LEAST_GAIN * seconds(node, product.node)
+                graph.erase_node(trial)
+                if saves:
+                    writer.replace(Match(Call(*given, node, product.options), {product.node}))
+                    count += 1
+    return count
 
 
 def _read(f: fx.Node, trained: Container[fx.Node]) -> tuple[list[MatrixProduct], str]:

@@ -97,6 +97,10 @@ class Group:
         """Begin to write every rank's `x` [n], in rank order, into `into` [size · n]."""
         return running(torch.cat(self.all_gather(x), out=into))
 
+    def post_shift(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
+        """Begin to send `x` to the next rank of a ring, and to write `into` its like what the one before sends."""
+        return running(into.copy_(self.all_gather(x)[self.index - 1]))
+
 
 class ProcessGroup(Group):
     """A group of processes, each of which must make it: ``torch.distributed`` for tensors on `device`, NCCL or gloo."""
@@ -146,6 +150,18 @@ class ProcessGroup(Group):
 
     def post_all_gather(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         return running(into, all_gather_single(into, x, group=self.group, async_op=True))
+
+    def post_shift(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
+        ends: Any = ((dist.isend, x, self.index + 1), (dist.irecv, into, self.index - 1))
+        posted = [dist.P2POp(act, part, group=self.group, group_peer=peer % self.size) for act, part, peer in ends]
+        works = dist.batch_isend_irecv(posted)
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return into
+
+        return Posted(wait)
 
 
 class GroupCache(dict[object, Any]):

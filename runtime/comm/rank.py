@@ -96,6 +96,27 @@ class Rank:
             return parts.view(size * x.shape[0], *x.shape[1:])
         return torch.cat(parts.view(size, *x.shape).unbind(), dim)
 
+    def gather_in_pieces(self, x: Tensor, into: Tensor, use: Callable[[int], None]) -> None:
+        """Write the `x` of all tensor ranks `into` [t, ...]; `use` each, by its rank, while the next is on its way."""
+        group = self.group("tensor")
+        into[group.index] = x
+        for step in range(group.size):
+            at, following = ((group.index - n) % group.size for n in (step, step + 1))
+            posted = group.post_shift(into[at], into[following]) if step + 1 < group.size else None
+            use(at)
+            if posted is not None:
+                posted.wait()
+
+    def scatter_in_pieces(self, make: Callable[[int], Tensor]) -> Tensor:
+        """Return the sum of what all tensor ranks `make` for this one; sums go around while the next are made."""
+        group = self.group("tensor")
+        total = make((group.index - 1) % group.size)
+        for step in range(2, group.size + 1):
+            posted = group.post_shift(total, torch.empty_like(total))
+            own = make((group.index - step) % group.size)
+            total = own.add_(posted.wait())
+        return total
+
     def _measure(self, collective: Callable[[Group], Result]) -> Result:
         """Run a collective of the tensor ranks, and record its time if there is a step to measure."""
         group = self.group("tensor")

@@ -121,7 +121,7 @@ def _grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor |
     matrices = weight if transposed else weight.transpose(1, 2)
     if _runs_grouped(rows, weight, weight.mT):
         ends = counts.cumsum(0, dtype=torch.int32)
-        out = functional.grouped_mm(rows, matrices, offs=ends)
+        out = functional.grouped_mm(rows.contiguous(), matrices, offs=ends)
         # The expert of each row; behind the rows of all experts one more.
         expert = torch.searchsorted(ends, torch.arange(len(rows), device=counts.device, dtype=ends.dtype), right=True)
         if bias is not None:
@@ -170,7 +170,8 @@ _grouped_linear.register_autograd(_differentiate_linear, setup_context=_save_lin
 def _multiply_groups(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     """Return ``left.t() @ right`` of each expert's rows, zeros for one without: [experts, .., ..]."""
     if _runs_grouped(left, right):
-        return functional.grouped_mm(left.t(), right, offs=counts.cumsum(0, dtype=torch.int32))
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return functional.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends)
     made = left.new_empty(len(counts), left.shape[1], right.shape[1])
     for out, own in zip(made, _list_rows(counts), strict=True):
         torch.mm(left[own].t(), right[own], out=out)

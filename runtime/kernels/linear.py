@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from autoptd.runtime.kernels.operands import Operand
 
 # The attribute of a leaf in half precision that is the float32 sum of its gradients, where operators may add to it.
 SUM = "wide_sum"
+
+# Whether x is gathered; "in pieces": each is multiplied while the next one comes.
+Gathered = bool | Literal["in pieces"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Operand = None, transposed: bool = False) -> Tensor:
@@ -43,14 +46,41 @@ def multiply(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Operand],
-    gathered: bool = False,
+    gathered: Gathered = False,
 ) -> tuple[Tensor, ...]:
     """Compute `product` of x with each weight and its bias; with a `rank` of f(x), or of x `gathered` over dimension 0.
 
     Of what is gathered only this rank's part is kept: the backward gathers it again.
     """
-    whole = rank.all_gather(x.detach(), 0) if gathered and rank is not None else None
-    return _Products.apply(rank, product, x, whole, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    made = None
+    if gathered and rank is not None:
+        made = _multiply_gathered(rank, product, x.detach(), weights, biases, gathered)
+    return _Products.apply(rank, product, x, made, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.no_grad()
+def _multiply_gathered(
+    rank: Rank, product: Linear, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Operand], gathered: Gathered
+) -> tuple[Tensor, ...]:
+    if gathered is True:
+        whole = rank.all_gather(x, 0)
+        return tuple(product.multiply(whole, *pair) for pair in zip(weights, biases, strict=True))
+    whole = x.new_empty(rank.group("tensor").size, *x.shape)
+    made = [x.new_empty(*whole.shape[:-1], len(product.turn(weight))) for weight in weights]
+
+    def multiply_piece(at: int) -> None:
+        for out, weight, bias in zip(made, weights, biases, strict=True):
+            product.multiply_into(out[at], whole[at], weight, bias)
+
+    rank.gather_in_pieces(x, whole, multiply_piece)
+    return tuple(out.flatten(0, 1) for out in made)
+
+
+def multiply_scattered(rank: Rank, product: Linear, x: Tensor, weight: Tensor) -> Tensor:
+    """Return this rank's part, along dimension 0, of the tensor ranks' sum of their products, made piece by piece."""
+    parts = x.detach().chunk(rank.group("tensor").size)
+    total = rank.scatter_in_pieces(lambda at: product.multiply(parts[at], weight.detach(), None))
+    return _ScatteredProduct.apply(rank, product, x, weight, total)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -62,6 +92,10 @@ class Linear:
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Operand) -> Tensor:
         return functional.linear(x, self.turn(weight), bias)
+
+    def multiply_into(self, out: Tensor, x: Tensor, weight: Tensor, bias: Operand) -> None:
+        factors, out = (_rows(x), self.turn(weight).t()), _rows(out)
+        torch.mm(*factors, out=out) if bias is None else torch.addmm(bias, *factors, out=out)
 
     def turn(self, weight: Tensor) -> Tensor:
         """Return the weight as [out, in]."""
@@ -106,16 +140,17 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rank: Rank | None, product: Linear, x: Tensor, whole: Operand, *parameters: Any
+        ctx: Any, rank: Rank | None, product: Linear, x: Tensor, made: tuple[Tensor, ...] | None, *parameters: Any
     ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
-        ctx.rank, ctx.product, ctx.shape, ctx.gathered = rank, product, x.shape, whole is not None
+        ctx.rank, ctx.product, ctx.shape, ctx.gathered = rank, product, x.shape, made is not None
         ctx.sums = [getattr(weight, SUM, None) for weight in weights]  # recomputed, others are saved
         wanted = ctx.needs_input_grad[4 : 4 + count]
         ctx.save_for_backward(x if any(wanted) else None, *weights)
-        taken = x if whole is None else whole
-        return tuple(product.multiply(taken, *pair) for pair in zip(weights, biases, strict=True))
+        if made is not None:
+            return made
+        return tuple(product.multiply(x, *pair) for pair in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -154,6 +189,27 @@ class _Products(torch.autograd.Function):
                 measured.add("tensor", begin)
                 measured.add("weights", begin, computed)
         return None, None, of_x, None, *of_weights, *of_biases
+
+
+class _ScatteredProduct(torch.autograd.Function):
+    """Of a product whose sum is scattered: the gradient is gathered, and multiplied, as x is where it is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, rank: Rank, product: Linear, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
+        ctx.rank, ctx.product, ctx.own = rank, product, getattr(weight, SUM, None)
+        ctx.save_for_backward(x if ctx.needs_input_grad[3] else None, weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Operand, ...]:
+        x, weight = ctx.saved_tensors
+        turned = Linear(not ctx.product.transposed)
+        whole = gradient.new_empty(ctx.rank.group("tensor").size, *gradient.shape)
+        of_x = gradient.new_empty(*whole.shape[:-1], len(turned.turn(weight)))
+        ctx.rank.gather_in_pieces(gradient, whole, lambda at: turned.multiply_into(of_x[at], whole[at], weight, None))
+        of_weight = None if x is None else ctx.product.differentiate_weight(ctx.own, whole.flatten(0, 1), x)
+        return None, None, of_x.flatten(0, 1), of_weight, None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -197,9 +197,14 @@ def test_only_what_is_asked_for_is_computed_and_saved() -> None:
     assert weight.grad is not None
 
 
+GATHERED: list[Any] = [True, "in pieces"]
+
+
 @pytest.mark.parametrize("form", ["one", "several", "gelu"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_gathered_input_is_kept_by_part(form: str, transposed: bool) -> None:
+@pytest.mark.parametrize("gathered", GATHERED)
+@pytest.mark.parametrize("tensor", [2, 3])
+def test_a_gathered_input_is_kept_by_part(form: str, transposed: bool, gathered: Any, tensor: int) -> None:
     """The numbers of a gather and its linears; of x each rank keeps its own rows."""
 
     def gather(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Any:
@@ -211,7 +216,7 @@ def test_a_gathered_input_is_kept_by_part(form: str, transposed: bool) -> None:
         return made if form == "several" else made[0]
 
     def join(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Any:
-        options: dict[str, Any] = {"transposed": transposed, "gathered": True}
+        options: dict[str, Any] = {"transposed": transposed, "gathered": gathered}
         if form == "several":
             return collectives.copied_linears(rank, x, weights, biases, **options)
         linear = collectives.copied_linear_gelu if form == "gelu" else collectives.copied_linear
@@ -228,9 +233,62 @@ def test_a_gathered_input_is_kept_by_part(form: str, transposed: bool) -> None:
         own = [given[0][rank.group("tensor").index].unsqueeze(0), *given[1:]]
         return [differentiate(function, rank, form, transposed, own) for function in (join, gather)]
 
-    for joined_up, composed in world.run(work, thread_ranks(Mesh(2, 1, 1), world)):
+    for joined_up, composed in world.run(work, thread_ranks(Mesh(tensor, 1, 1), world)):
         for x, y in zip(joined_up, composed, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tensor", [1, 2, 3])
+def test_a_scattered_linear_is_the_linear_and_its_scatter(transposed: bool, tensor: int) -> None:
+    """Of as many rows as there are ranks, each with its own part of what is summed over."""
+    _, (weight,), _ = draw("linear", transposed, False)
+
+    def make(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Any:
+        return collectives.scattered_linear(rank, x, weights[0], transposed)
+
+    def compose(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Any:
+        return collectives.reduce_scatter(rank, aten.linear(x, weights[0].t() if transposed else weights[0]), 0)
+
+    def work(rank: Rank) -> list[list[Tensor]]:
+        own = torch.Generator().manual_seed(rank.group("tensor").index)
+        x = torch.randn(2 * tensor, 2, 5, dtype=torch.float64, generator=own)
+        return [differentiate(function, rank, "linear", transposed, [x, [weight], []]) for function in (make, compose)]
+
+    world = ThreadWorld()
+    for made, composed in world.run(work, thread_ranks(Mesh(tensor, 1, 1), world)):
+        for one, other in zip(made, composed, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+
+
+class ShiftingGroup(Group):
+    """The second of two ranks, which takes down when a message is posted and when it is waited for."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(2, 1)
+        self.events = events
+
+    def post_shift(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
+        assert x.is_contiguous()
+        self.events.append("post")
+        return Posted(lambda: self.events.append("wait") or into.zero_())  # type: ignore[func-returns-value]
+
+
+def test_messages_are_on_their_way_while_pieces_are_multiplied() -> None:
+    events: list[str] = []
+    rank = Rank.local(Mesh(2, 1, 1))
+    rank.groups["tensor"] = ShiftingGroup(events)
+    x, (weight,), _ = draw("linear", False, False)
+    x, weight = x[:2].requires_grad_(), weight.requires_grad_()
+    with Products(events):
+        collectives.copied_linear(rank, x, weight, gathered="in pieces")
+        assert events == ["post", "mm", "wait", "mm"]
+        events.clear()
+        made = collectives.scattered_linear(rank, x, weight)
+        assert events == ["mm", "post", "mm", "wait"]
+        events.clear()
+        made.sum().backward()
+        assert events == ["post", "mm", "wait", "mm", "mm"]
 
 
 def test_gradients_in_half_precision_reach_the_leaf() -> None:

@@ -316,6 +316,12 @@ EDITS = [
     ),
     (
         "return h0_add_1",
+        'return h0_add_1 * collectives.scattered_linear(rank, h0_add_1, p["wpe.weight"]).sum()',
+        "scattered_linear (program_00.py:N) all-reduces h0_add_1, which is whole on every tensor rank already, and so "
+        "multiplies it by their number: leave this scattered_linear out",
+    ),
+    (
+        "return h0_add_1",
         "return h0_mlp_c_proj",
         "h0_mlp_c_proj (program_00.py:N) is sent to stage 1 as h0_add_1 and is a partial sum: expected "
         "collectives.reduce_from_tensor(rank, h0_mlp_c_proj) before it is sent",

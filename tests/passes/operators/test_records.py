@@ -16,6 +16,7 @@ OURS = [
     *(getattr(kernels, name) for name in kernels.__all__ if name != "autograd_function"),
     *(collectives.copy_to_tensor, collectives.reduce_from_tensor, collectives.take_own),
     *(collectives.reduce_scatter, collectives.gather_to_tensor, collectives.all_gather),
+    collectives.scattered_linear,
     *(collectives.send_to_experts, collectives.return_from_experts),
     *collectives.COPIED,
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 import autoptd
 from autoptd.compiled import CompiledProgram
+from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.ir.nodes import info
 from autoptd.passes.tensor_parallel.symbols import symbol
@@ -22,6 +24,7 @@ from samples.benchmarks.activation_memory import PaperGPT, Sizes, make_batch
 from samples.gpt import GPT, GPTConfig
 from tests.marks import slow
 from tests.models import MIDDLE, make_gpt
+from tests.parity import compare, train_compiled, train_plain
 from tests.ranks import run_ranks
 
 CONFIG = GPTConfig(vocab_size=66, block_size=16, n_layer=2, n_head=4, n_embd=32, dropout=0.1)
@@ -247,6 +250,46 @@ def test_classes_of_transformers(name: str, mesh: tuple[int, int, int]) -> None:
     program = autoptd.compile(randomize(model), mesh, sequence_parallel=True, **options)
     assert collectives.reduce_scatter in targets(program)
     verify(program)
+
+
+# In pieces
+
+SELENE = Cluster.load("dgx-a100")
+# Messages and products that take long, and launches that take nothing: pieces pay for the smallest model.
+SLOW_DEVICE = replace(
+    SELENE.device, peak_flops={"fp32": 1e6, "fp64": 1e6}, launch_seconds=0.0, tile_rows=1, tile_columns=1
+)
+SLOW = replace(SELENE, device=SLOW_DEVICE, node=replace(SELENE.node, bandwidth=1e5, latency_seconds=0.0))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [((2, 1, 1), {}), ((2, 2, 1), WAYS[3]), slow((4, 1, 1), WAYS[2]), slow((2, 1, 2), WAYS[5])],
+    ids=str,
+)  # fmt: skip
+def test_gathers_and_scatters_in_pieces(mesh: tuple[int, int, int], options: dict[str, Any]) -> None:
+    """Of all but the embedding's sum and what is read by other than linears; on real ranks, beside the plain model."""
+    model = make_gpt(replace(CONFIG, dropout=0.0), torch.float64)
+    given: dict[str, Any] = {"microbatch_size": 2, "num_microbatches": 2, "sequence_parallel": True, **options}
+    program = autoptd.compile(model, mesh, cluster=SLOW, **given)
+    assert program.log[-1].endswith("9 gathers and scatters in pieces")
+    nodes = [node for stage in program.stages for node in stage.graph.nodes]
+    assert [node.kwargs["gathered"] for node in nodes if "gathered" in node.kwargs] == ["in pieces"] * 5
+    assert sum(node.target is collectives.scattered_linear for node in nodes) == 4
+    assert "reduce-scatter" in program.texts[0]
+    verify(program)
+    rows = given["microbatch_size"] * 2 * mesh[2]
+    batch = {name: torch.randint(0, 66, (rows, 16)) for name in ("idx", "targets")}
+    (found,), (expected,) = (
+        train_compiled(program, [batch]).steps, train_plain(model, [batch], 2 * mesh[2]).steps
+    )  # fmt: skip
+    compare(found, expected)
+
+
+def test_pieces_are_chosen_by_the_cost_model() -> None:
+    """A device of one core computes nothing beside its messages, and small products gain less than launches take."""
+    core = replace(SLOW, device=replace(SLOW.device, multiprocessors=1))
+    for cluster in (core, SELENE, None):
+        assert "pieces" not in compile_gpt((2, 1, 1), cluster=cluster).log[-1]
 
 
 # By default
