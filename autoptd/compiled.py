@@ -27,7 +27,7 @@ from autoptd.reports.page import write_page
 from autoptd.reports.summary import summarize
 from autoptd.runtime.engine.batch import find_shape
 from autoptd.runtime.engine.executor import ShapeFunctions
-from autoptd.runtime.engine.graphs import graph_devices
+from autoptd.runtime.engine.graphs import check_queues, graph_devices
 from autoptd.runtime.guards.optimizer_watch import refuse_forgotten
 from autoptd.runtime.guards.weight_agreement import compare_weights
 from autoptd.runtime.health.malloc import disable_malloc_trim
@@ -248,14 +248,18 @@ class CompiledProgram:
             graphs: "auto" replays each stage's forwards and backwards as CUDA graphs on CUDA (engine/graphs.py), from
                 the second step of each shape and mode on; False runs them one operator at a time.
 
-        Raises ValueError if WORLD_SIZE is not the mesh's size, the machine has no such device, a tensor is missing or
-        has another shape, parameters of the compiled model were added, removed, tied, untied, frozen or unfrozen since,
-        or a buffer whose values were compiled into the program (`Manifest.proved`) has changed; RuntimeError if ranks
-        have different programs, or different weights from modules or mappings (those of files are not read for this).
+        Raises ValueError if WORLD_SIZE is not the mesh's size, the machine has no such device, CUDA has too few queues
+        for graphs of a pipeline, a tensor is missing or has another shape, parameters of the compiled model were added,
+        removed, tied, untied, frozen or unfrozen since, or a buffer whose values were compiled into the program
+        (`Manifest.proved`) has changed; RuntimeError if ranks have different programs, or different weights from
+        modules or mappings (those of files are not read for this).
         """
         if weights is None and self.model is not None:
             check_parameters(self.manifest, self.model)
         placed = _read_device(_default_device() if device is None else device)
+        replays = bool(graphs) and placed.type in graph_devices
+        if replays and self.mesh.pipeline > 1:
+            check_queues()
         if placed.type == "cuda":
             torch.cuda.set_device(placed)  # where torch.distributed puts objects and barriers
         given = [(program, program._read_weights(weights)) for program in self.shapes]
@@ -266,7 +270,6 @@ class CompiledProgram:
                 compare_weights(program.manifest, connection, own)
             pipeline = connection.rank.coordinates.pipeline
             programs = (program._read_rank(pipeline, own) for program, own in given)
-            replays = bool(graphs) and placed.type in graph_devices
             bound = signed(self.manifest)
             parallel = bound(connection, *programs, drawn=weights is None, graphs=replays)
         parallel.loss_type = getattr(self.model, "loss_type", None)

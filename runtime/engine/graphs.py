@@ -10,6 +10,7 @@
 """
 
 import gc
+import os
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
@@ -23,6 +24,15 @@ from autoptd.runtime.optimizer.gradient_buckets import BucketWatch
 
 # Tests add "cpu", where a replay is a plain call.
 graph_devices = {"cuda"}
+
+
+def check_queues() -> None:
+    """Raise ValueError where CUDA has so few queues that a graph may stand behind a message that waits for it."""
+    if (given := os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]).isdigit() and int(given) < 32:
+        raise ValueError(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {given}: with fewer than 32 queues, CUDA graphs and the messages of a "
+            "pipeline may wait for each other forever; leave it unset, or bind(graphs=False)"
+        )
 
 
 class Replay:

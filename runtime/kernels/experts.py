@@ -144,8 +144,11 @@ def _list_rows(counts: Tensor) -> list[slice]:
 
 
 def _runs_grouped(*factors: Tensor) -> bool:
-    """Return whether torch's grouped product takes the factors, in 16 bytes each: it needs no count on the host."""
-    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in factors)
+    """Return whether torch's grouped product takes the factors, in 16 bytes each: it needs no count on the host.
+
+    Of no rows it refuses the strides.
+    """
+    return all(len(x) and x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in factors)
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

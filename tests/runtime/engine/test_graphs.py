@@ -407,6 +407,13 @@ def test_what_cannot_be_captured_runs_plainly_and_says_so(monkeypatch: pytest.Mo
     assert all("program_00.py runs" in text and "not permitted" in text for text in said)
 
 
+def test_graphs_of_a_pipeline_have_queues_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ValueError, match=r"is 1: with fewer than 32 queues, .* may wait for each other .*graphs=False"):
+        compile_gpt((1, 2, 1)).bind()
+    compile_gpt().bind()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
