@@ -159,6 +159,28 @@ def test_four_ranks_with_an_expert_each_need_room_for_a_row_of_each_token() -> N
     verify_exactly(program)
 
 
+class Balanced(nn.Module):
+    """The auxiliary loss of transformers 5.18 to 5.23, which counts the tokens of each expert with bincount."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.router = nn.Embedding(VOCABULARY, 32), nn.Linear(32, 4)
+        self.up, self.head = nn.Linear(32, 64), nn.Linear(64, VOCABULARY)
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(idx)
+        weights = self.router(x).flatten(0, 1).softmax(-1)
+        count = torch.bincount(weights.topk(2).indices.reshape(-1), minlength=4).double()
+        loss = functional.cross_entropy(self.head(self.up(x).tanh()).flatten(0, 1), targets.flatten())
+        return loss + (count * weights.sum(0)).sum() / len(weights) ** 2
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)])
+def test_counts_of_experts_are_those_of_the_plain_model(mesh: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    verify_exactly(compile_tokens(Balanced().double(), mesh))
+
+
 def test_a_rank_is_expected_to_multiply_its_part_of_the_rows() -> None:
     """And keeps room for all: as many FLOPs and bytes as the text says, and the same as expressions."""
     program = compile_tokens(build("MixtralForCausalLM"), (2, 1, 1))

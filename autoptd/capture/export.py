@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.nn import functional
 from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map_only  # private, with no public twin
@@ -88,7 +89,8 @@ def capture(
     dtypes = torch.autocast("cpu", autocast.dtype) if autocast else nullcontext()
     # What ``nn.TransformerEncoder`` finds by reading a mask's values, the passes prove.
     said_causal = patch.object(transformer, "_detect_is_causal_mask", lambda _, is_causal, *__: is_causal is True)
-    with dtypes, said_causal, write_experts(), assuming() as assumed:
+    counting = patch.object(torch, "bincount", partial(_count, torch.bincount))
+    with dtypes, said_causal, counting, write_experts(), assuming() as assumed:
         try:
             with keeping_attributes(objective):
                 exported = _export(objective, values, functions)
@@ -112,6 +114,13 @@ def capture(
     read = (name.removeprefix("captured.") for name in objective.known.read)
     proved = frozenset(tensors.aliases.get(name, name) for name in read)
     return Program(mesh, (stage,), *known, proved, autocast=autocast, fixed=fixed, device=seen)
+
+
+def _count(bincount: Callable[..., Tensor], x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Replace ``torch.bincount``, the length of which depends on data: of a `minlength`, all numbers are below it."""
+    if weights is not None or not minlength:
+        return bincount(x, weights, minlength)
+    return functional.one_hot(x, minlength).sum(0)
 
 
 def check_model(model: object) -> None:
