@@ -172,7 +172,8 @@ class Balanced(nn.Module):
         weights = self.router(x).flatten(0, 1).softmax(-1)
         count = torch.bincount(weights.topk(2).indices.reshape(-1), minlength=4).double()
         loss = functional.cross_entropy(self.head(self.up(x).tanh()).flatten(0, 1), targets.flatten())
-        return loss + (count * weights.sum(0)).sum() / len(weights) ** 2
+        total: Tensor = loss + (count * weights.sum(0)).sum() / len(weights) ** 2
+        return total
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)])

@@ -204,7 +204,7 @@ def _copied_work(node: fx.Node, value: Value) -> Work:
     x: Any = node.args[1]
     whole = _gathered_bytes(node, value)
     gather = Work(read=value.bytes(x), written=whole, gathered=whole, launches=2) if whole else Work()
-    in_pieces = bound_arguments(node).get("gathered") == "in pieces"
+    in_pieces = argument(node, "gathered") == "in pieces"
     return gather + (_divide_rows(node, value, multiply(node, value)) if in_pieces else multiply(node, value))
 
 
