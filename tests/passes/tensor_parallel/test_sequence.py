@@ -271,7 +271,7 @@ def test_gathers_and_scatters_in_pieces(mesh: tuple[int, int, int], options: dic
     model = make_gpt(replace(CONFIG, dropout=0.0), torch.float64)
     given: dict[str, Any] = {"microbatch_size": 2, "num_microbatches": 2, "sequence_parallel": True, **options}
     program = autoptd.compile(model, mesh, cluster=SLOW, **given)
-    assert program.log[-1].endswith("9 gathers and scatters in pieces")
+    assert any(entry.endswith("9 gathers and scatters in pieces") for entry in program.log)
     nodes = [node for stage in program.stages for node in stage.graph.nodes]
     assert [node.kwargs["gathered"] for node in nodes if "gathered" in node.kwargs] == ["in pieces"] * 5
     assert sum(node.target is collectives.scattered_linear for node in nodes) == 4
