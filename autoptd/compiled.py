@@ -248,15 +248,16 @@ class CompiledProgram:
             graphs: "auto" replays each stage's forwards and backwards as CUDA graphs on CUDA (engine/graphs.py), from
                 the second step of each shape and mode on; False runs them one operator at a time.
 
-        Raises ValueError if WORLD_SIZE is not the mesh's size, the machine has no such device, CUDA has too few queues
-        for graphs of a pipeline, a tensor is missing or has another shape, parameters of the compiled model were added,
-        removed, tied, untied, frozen or unfrozen since, or a buffer whose values were compiled into the program
-        (`Manifest.proved`) has changed; RuntimeError if ranks have different programs, or different weights from
-        modules or mappings (those of files are not read for this).
+        Raises ValueError if WORLD_SIZE is not the mesh's size, CUDA has too few queues for graphs of a pipeline, a
+        tensor is missing or has another shape, parameters of the compiled model were added, removed, tied, untied,
+        frozen or unfrozen since, or a buffer whose values were compiled into the program (`Manifest.proved`) has
+        changed; RuntimeError if ranks have different programs, or different weights from modules or mappings (those of
+        files are not read for this).
         """
         if weights is None and self.model is not None:
             check_parameters(self.manifest, self.model)
-        placed = _read_device(_default_device() if device is None else device)
+        # As tensors say it: "cuda" has its number there, and Accelerate's "cpu:0" has none.
+        placed = torch.empty(0, device=_default_device() if device is None else device).device
         replays = bool(graphs) and placed.type in graph_devices
         if replays and self.mesh.pipeline > 1:
             check_queues()
@@ -297,15 +298,6 @@ class CompiledProgram:
         tensors = read_weights({} if self.model is None and had_none else self.model, self.buffers)
         check_values(self.manifest, tensors)
         return tensors
-
-
-def _read_device(device: str | torch.device) -> torch.device:
-    try:
-        # As tensors say it: "cuda" has its number there, and Accelerate's "cpu:0" has none.
-        return torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as error:  # the last: a torch without CUDA
-        expected = 'one that this machine has, such as "cpu" or "cuda:0", or None'
-        raise ValueError(f"device is {device!r}: {str(error).splitlines()[0]}; expected {expected}") from error
 
 
 def _default_device() -> torch.device:

@@ -19,8 +19,8 @@ from autoptd.weights.sources import check_parameters
 def load(folder: str | Path, model: nn.Module | None = None) -> CompiledProgram:
     """Load the program that `CompiledProgram.save` wrote, edits included: stages are traced anew from the texts.
 
-    `model` is the one that was compiled, for `verify`, `explain` and `bind`. Runs the texts' code. ValueError for
-    missing files, a text that does not trace, or another model; `ProgramError` for contradictions.
+    `model` is the one that was compiled, for `verify`, `explain` and `bind`. Runs the texts' code. OSError for missing
+    files, ValueError for a text that does not trace, or another model; `ProgramError` for contradictions.
     """
     end_with_launcher()
     name = Path(folder).resolve().name

@@ -128,12 +128,9 @@ def check_model(model: object) -> None:
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {name}; expected an nn.Module or an fx.GraphModule")
-    if isinstance(model, (DataParallel, DistributedDataParallel)) or "FSDP" in name:
-        raise TypeError(f"model is wrapped in {name}; pass the plain module (model.module) and set data in the mesh")
-    if hasattr(model, "_orig_mod"):
-        raise TypeError(f"model is a {name} from torch.compile; pass the plain module it was made from")
-    if isinstance(model, Parallel):
-        raise TypeError(f"model is an autoptd {name}, compiled already; pass the plain module it came from")
+    made = isinstance(model, (DataParallel, DistributedDataParallel, Parallel)) or hasattr(model, "_orig_mod")
+    if made or "FSDP" in name:
+        raise TypeError(f"model is wrapped in {name}, or compiled already; pass the plain module, and data in the mesh")
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise TypeError(

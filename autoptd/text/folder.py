@@ -49,13 +49,13 @@ def save_folder(
 
 
 def load_folder(path: str | Path) -> tuple[tuple[str, ...], Manifest, dict[str, Tensor]]:
-    """Return the texts, manifest and buffers of a saved program. Raises ValueError naming the file that is wrong."""
+    """Return the texts, manifest and buffers of a saved program. ValueError or OSError names the file that is wrong."""
     folder = Path(path)
     manifest = from_json(_read(folder / MANIFEST), str(folder / MANIFEST))
     count = manifest.mesh.pipeline
     texts = tuple(_read(folder / program_filename(rank, count)) for rank in range(count))
     try:
-        return texts, manifest, load_file(_existing(folder / BUFFERS))
+        return texts, manifest, load_file(folder / BUFFERS)
     except SafetensorError as error:
         raise ValueError(f"{folder / BUFFERS}: {error}; save the program again") from error
 
@@ -108,12 +108,6 @@ def _write(file: Path, text: str) -> None:
 
 def _read(file: Path) -> str:
     try:
-        return _existing(file).read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        return file.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 ({error}); convert it, or save the program again") from error
-
-
-def _existing(file: Path) -> Path:
-    if not file.exists():
-        raise ValueError(f"{file} is missing; give a folder that program.save wrote, or save a program again")
-    return file

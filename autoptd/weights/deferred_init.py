@@ -34,10 +34,8 @@ def read_initial(program: Program, *, model: nn.Module, initializer: Initializer
     """Give every parameter on the meta device its initial distributions, and buffers their values if known.
 
     If that is impossible, the program says why, and weights must be given. `model` is left as it is. Raises
-    ValueError for an `initializer` of a model that has weights, TypeError for one that cannot be called.
+    ValueError for an `initializer` of a model that has weights.
     """
-    if initializer is not None and not callable(initializer):
-        raise TypeError(f"initializer is {initializer!r}; expected a function of the model, or None")
     (stage,) = program.stages
     tensors = dict(model.named_parameters(remove_duplicate=False))
     missing = [n for n, p in stage.parameters.items() if p.kind == "parameter" and tensors[n].is_meta]

