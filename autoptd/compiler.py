@@ -26,12 +26,11 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.program import Program
-from autoptd.passes.stages.cut import align_cut, cut_at, describe_cut
+from autoptd.passes.stages.cut import align_cut, cut_at
 from autoptd.passes.stages.fused_order import FusedOrder
-from autoptd.passes.stages.solver import Cut
 from autoptd.planning.layer_costs import LayerCosts
 from autoptd.planning.search import plan
-from autoptd.planning.stage_cut import find_cut
+from autoptd.planning.stage_cut import describe_cut, find_cut
 from autoptd.progress import Say, show_progress
 from autoptd.runtime.launch import end_with_launcher
 from autoptd.runtime.program.mesh import Mesh
@@ -42,7 +41,7 @@ from autoptd.text.writer import emit_texts, keep_text
 from autoptd.weights.deferred_init import read_initial
 
 MOST_CUTS = 3  # programs that are made of one model, each cut in less memory than the one before
-Search = Callable[[int | None], tuple[Cut, Sequence[int]]]  # a cut within a limit, and the bytes of its ranks
+Search = Callable[[int | None], tuple[tuple[int, ...], str, Sequence[int]]]  # see `_Job.search`
 
 
 def compile(
@@ -196,9 +195,10 @@ class _Job:
         return program if first is None else input_shapes.keep_whole(program, first)
 
     def search(self, divided: Program) -> Search:
-        """Return the search for a cut of the `divided` program in a limit, which alone holds the kernels it times.
+        """Return the search for a cut of the `divided` program, which alone holds the kernels that it times.
 
-        Raises ValueError, before any search, for a schedule that cannot run on the pipeline ranks.
+        Within a limit it finds where a cut stands, its line for the log, and the bytes of the ranks. Raises ValueError,
+        before any search, for a schedule that cannot run on the pipeline ranks.
         """
         self.say("finish uncut")
         p, m = self.mesh.pipeline, self.num_microbatches
@@ -210,9 +210,11 @@ class _Job:
         check_shape(self.schedule, p, m, chunks)
         run: Any = {"training": self.training, "scatter_gather": self.scatter_gather}
 
-        def find(limit: int | None) -> tuple[Cut, Sequence[int]]:
+        def find(limit: int | None) -> tuple[tuple[int, ...], str, Sequence[int]]:
             self.say("cut stages")
-            return find_cut(costs, self.mesh, self.schedule, m, chunks, limit=limit, **run)
+            cut, held = find_cut(costs, self.mesh, self.schedule, m, chunks, limit=limit, **run)
+            full = f"; no cut was found to fit in {limit / 1e9:.4g} GB a rank" if limit and max(held) > limit else ""
+            return cut.positions, describe_cut(cut, p, self.cluster.name) + full, held
 
         return find
 
@@ -224,14 +226,13 @@ class _Job:
     def fit(self, divided: Program, find: Search) -> tuple[tuple[int, ...], CompiledProgram]:
         """Return a cut and its program, within the memory of a given cluster if one is found. Warns if none is."""
         if self.options.cluster is None:
-            found, _ = find(None)
+            positions, entry, _ = find(None)
             del find  # and the kernels that it timed, before the program is made
-            return found.positions, self.finish(divided, found.positions, self._describe(found))
+            return positions, self.finish(divided, positions, entry)
         limit = most = int(self.cluster.device.usable_bytes)
         for _ in range(MOST_CUTS):
-            found, held = find(limit)
-            none = f"; no cut was found to fit in {most / 1e9:.4g} GB a rank" * (max(held) > limit)
-            program = self.finish(divided, found.positions, self._describe(found) + none)
+            positions, entry, held = find(limit)
+            program = self.finish(divided, positions, entry)
             memory = program.simulate(self.cluster, self.dtype, **vars(self.training)).memory_bytes
             over = max(memory) - most
             if over <= 0 or max(held) > limit:
@@ -243,10 +244,7 @@ class _Job:
                 f"{max(memory):,} bytes, {over:,} more than a device's {most:,}, and no better cut was found; more "
                 'pipeline ranks, a smaller microbatch or recompute="full" hold less (see autoptd.plan)'
             )
-        return found.positions, program
-
-    def _describe(self, cut: Cut) -> str:
-        return describe_cut(cut, self.mesh.pipeline, self.cluster.name)
+        return positions, program
 
     def finish(self, divided: Program, positions: Sequence[int], entry: str, shape: int = 0) -> CompiledProgram:
         """Cut the `divided` program at `positions`, rewrite its stages, emit and check their texts."""

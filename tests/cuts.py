@@ -9,10 +9,11 @@ from autoptd.pass_list import select_passes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.ir.program import Program
-from autoptd.passes.stages.cut import cut_at, describe_cut
+from autoptd.passes.stages.cut import cut_at
 from autoptd.passes.stages.fused_order import FusedOrder
 from autoptd.planning.layer_costs import LayerCosts
-from autoptd.planning.stage_cut import find_cut
+from autoptd.planning.stage_cut import describe_cut, find_cut
+from autoptd.simulate.step import Training
 
 
 def finish_uncut(program: Program, recompute: str | int = "none", fuse: bool = True) -> FusedOrder:
@@ -40,6 +41,6 @@ def cut_stages(
     costs, mesh = time_uncut(program, cluster, **options), program.mesh
     m = num_microbatches or 8 * mesh.pipeline
     limit = None if cluster is None else int(cluster.device.usable_bytes)
-    cut, held = find_cut(costs, mesh, schedule, m, num_stages // mesh.pipeline, limit=limit)
+    cut, held = find_cut(costs, mesh, schedule, m, num_stages // mesh.pipeline, training=Training(), limit=limit)
     entry = describe_cut(cut, mesh.pipeline, costs.cluster.name)
     return cut_at(program, cut.positions, entry + "; it does not fit" * (limit is not None and max(held) > limit))

@@ -21,7 +21,7 @@ from autoptd.cli.model_path import make_model
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.loading import load
-from autoptd.passes.cost.cluster import suggest
+from autoptd.passes.cost.cluster import Cluster, suggest
 from autoptd.passes.recompute import MODES
 from autoptd.planning.plan import RECOMPUTE
 from autoptd.planning.search import plan
@@ -78,7 +78,8 @@ def _plan(args: argparse.Namespace) -> Outcome:
     words = [word for name, own in chosen for word in ([f"--no-{name}"] if own is False else [f"--{name}", str(own)])]
     command = shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])
     found = [{"mesh": mesh, **asdict(replace(own, given={}))} for mesh, own in zip(meshes, plans, strict=True)]
-    return Outcome(found[: args.top], lambda console: tables.print_plans(console, plans, args.top, command))
+    lines = [Cluster.load(args.cluster).expect(plans[0].step_seconds), command]
+    return Outcome(found[: args.top], lambda console: tables.print_plans(console, plans, args.top, lines))
 
 
 def _compile(args: argparse.Namespace) -> Outcome:
@@ -180,8 +181,9 @@ def _describe_simulation(simulation: Simulation) -> dict[str, object]:
         *("dtype", "step_seconds", "tflops_per_device", "mfu", "bubble_fraction"),
         *("critical_rank", "breakdown", "memory_bytes", "held_bytes", "fits", "uncounted"),
     )
-    device = {"device_memory_bytes": simulation.cluster.device.memory_bytes}
-    return {"cluster": simulation.cluster.name, **{n: getattr(simulation, n) for n in names}, **device}
+    cluster = simulation.cluster
+    device = {"device_memory_bytes": cluster.device.memory_bytes, "trust": cluster.expect(simulation.step_seconds)}
+    return {"cluster": cluster.name, **{n: getattr(simulation, n) for n in names}, **device}
 
 
 def _finite(value: Any) -> Any:

@@ -34,6 +34,7 @@ def print_simulation(console: Console, simulation: Simulation) -> None:
     ]
     console.print(f"[bold]{escape(simulation.cluster.name)}[/], {simulation.dtype}")
     _print_table(console, ("", ""), numbers)
+    print_lines(console, [simulation.cluster.expect(simulation.step_seconds)])
     console.print(f"pipeline rank {simulation.critical_rank}, which works most")
     step = simulation.step_seconds
     spent = [(n, format_seconds(s), f"{s / step:.1%}") for n, s in simulation.breakdown.items()]
@@ -64,8 +65,8 @@ def print_cluster(console: Console, cluster: Cluster) -> None:
     _print_table(console, ("", "of a device"), rates)
 
 
-def print_plans(console: Console, plans: Sequence[Plan], shown: int, command: str) -> None:
-    """Print the best plans, and the command that compiles the first.
+def print_plans(console: Console, plans: Sequence[Plan], shown: int, lines: Iterable[str]) -> None:
+    """Print the best plans, and `lines` on the first: how far to trust it, and the command that compiles it.
 
     >= marks a time that is a lower bound, and a mark a memory that may not fit.
     """
@@ -89,7 +90,7 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int, command: st
     print_lines(console, describe_uncounted(plans[0].uncounted))
     if len(plans) > shown:
         console.print(f"and {len(plans) - shown} more; --top shows them")
-    print_lines(console, [command])
+    print_lines(console, lines)
 
 
 def _print_memory(console: Console, simulation: Simulation) -> None:

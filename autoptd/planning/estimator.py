@@ -33,6 +33,7 @@ from autoptd.planning.stage_cut import find_cut
 from autoptd.progress import show_progress
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
+from autoptd.runtime.program.schedule import Kind
 from autoptd.simulate.stage_times import StageTimes
 from autoptd.simulate.step import Training, action_times, check_ranks, simulate_times
 
@@ -177,7 +178,7 @@ class Estimator:
         seconds = max(last.values())
         ranks = (
             (seconds - max(0.0, last[rank] - first[rank] - work * microbatches), work)
-            for rank, work in enumerate(schedule_times.rank_seconds(taken, p))
+            for rank, work in enumerate(rank_seconds(taken, p))
         )
         return seconds, *max(ranks, key=lambda rank: rank[0] + more * rank[1])
 
@@ -233,3 +234,12 @@ class Estimator:
     def _rewrite(self, program: Program, mesh: Mesh, passes: Passes) -> Program:
         with show_progress("plan") as say:
             return run_passes(passes, replace(program, mesh=mesh), say)
+
+
+def rank_seconds(times: schedule_times.ActionTimes, num_ranks: int) -> list[Any]:
+    """Return the time of each rank's own actions on one microbatch, with messages where they hold up their sender."""
+    stages = range(len(times.by_kind[Kind.FORWARD]))
+    holding = {k: row for k, row in times.by_kind.items() if k.computes or (times.blocking and num_ranks > 1)}
+    rows = [(row, 0 if kind.computes else kind.direction) for kind, row in holding.items()]
+    seconds = [sum(row[stage] for row, way in rows if stage + way in stages) for stage in stages]
+    return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]

@@ -20,8 +20,8 @@ def find_cut(
     num_microbatches: int,
     chunks: int,
     *,
+    training: Training,
     limit: int | None = None,
-    training: Training | None = None,
     scatter_gather: bool = True,
     search: bool = True,
 ) -> tuple[Cut, Sequence[int]]:
@@ -35,7 +35,6 @@ def find_cut(
     pipeline = costs.pipeline(mesh, schedule, num_microbatches, chunks)
     if limit is None:
         return choose_cut(pipeline, search=search), ()
-    run = training or Training()
     # A longer step holds no more, but with GPipe.
     count = num_microbatches if schedule == "gpipe" else min(num_microbatches, 3 * p)
     actions, order = order_actions(schedule, p, count, chunks)
@@ -43,12 +42,22 @@ def find_cut(
     def hold(cut: Cut) -> Sequence[int]:
         manifest, times = costs.divide(mesh, chunks, scatter_gather, cut.positions)
         manifest = replace(manifest, num_microbatches=count)
-        return simulate_times(manifest, times, actions, order, costs.cluster, costs.precision, run).memory_bytes
+        return simulate_times(manifest, times, actions, order, costs.cluster, costs.precision, training).memory_bytes
 
     alive = live_microbatches(actions, p * chunks, lasting=costs.cluster.device.has_graphs)
-    memory = costs.memory(alive, run.states(costs.precision, mesh.data), [0] * p, limit)
+    memory = costs.memory(alive, training.states(costs.precision, mesh.data), [0] * p, limit)
     found = fit_cut(partial(choose_cut, pipeline, search=search), hold, memory)
     if max(found[1]) > limit and search and chunks > 1:
         even = fit_cut(partial(choose_cut, pipeline, search=False), hold, memory)
         found = min(found, even, key=lambda own: max(own[1]))
     return found
+
+
+def describe_cut(cut: Cut, pipeline: int, name: str) -> str:
+    """Return the line of the log: the cut, timed on the cluster of that `name`."""
+    mean = sum(cut.stage_costs) / pipeline
+    return (
+        f"cut_stages {len(cut.stage_costs)} stages on {pipeline} pipeline ranks, the slowest "
+        f"{cut.bottleneck / 1e6:.3g} ms of forward and backward a microbatch on {name}: "
+        f"{cut.bottleneck / mean:.3f} of the mean, {cut.gap:.1%} above the lower bound ({cut.method})"
+    )

@@ -65,6 +65,7 @@ class Simulation:
         return (
             f"{self.cluster.name}, {self.dtype}: {self.step_seconds:.4g} s a step, {self.tflops_per_device:.1f} "
             f"TFLOP/s per device, {self.mfu:.1%} of its peak without recomputation\n"
+            f"{self.cluster.expect(self.step_seconds)}\n"
             f"rank {self.critical_rank}: {', '.join(parts)}\n"
             f"memory: {fullest / 1e9:.3g} GB on pipeline rank {self.memory_bytes.index(fullest)}, "
             f"{(fullest + device.reserved_bytes) / 1e9:.3g} GB at most with what a process holds besides, "

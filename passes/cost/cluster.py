@@ -122,6 +122,18 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Trust:
+    """The trust that a cluster's file deserves: where the `figures` are from that are on no data sheet, in words.
+
+    Steps took from `fastest` to `slowest` times what was predicted, as far as that was compared.
+    """
+
+    figures: str
+    fastest: float
+    slowest: float
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes of `devices_per_node` devices and `nics_per_node` network cards; rank r is in node r // devices_per_node.
 
@@ -134,6 +146,7 @@ class Cluster:
     nics_per_node: int
     node: Link
     network: Link
+    trust: Trust | None = None
 
     @classmethod
     def load(cls, name: Cluster | str | Path) -> Cluster:
@@ -186,6 +199,13 @@ class Cluster:
             file.write_text(text, "utf-8")
         except OSError as error:
             raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
+
+    def expect(self, seconds: float) -> str:
+        """Say how long a step may take that is predicted to take some `seconds`, and what that relies on."""
+        if self.trust is None:
+            return "how far to trust these times is not said in the cluster file"
+        low, high = self.trust.fastest * seconds, self.trust.slowest * seconds
+        return f"expect {low:.3g} to {high:.3g} s a step: {self.trust.figures}"
 
     def nodes(self, ranks: Sequence[int]) -> Counter[int]:
         """Count the `ranks` in each node."""
@@ -283,9 +303,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def write_tables(record: Any, source: str, others: Mapping[str, str], place: str = "") -> Iterator[str]:
     """Yield the lines of a dataclass as TOML: its own values first, then a table for each dataclass or mapping in it.
 
-    A value's source is in `others` by its name, or by its table's, or it is `source`. A 0 is left out: no file has one.
+    A value's source is in `others` by its name, or by its table's, or it is `source`. 0 and None are left out.
     """
-    values = {k: v for k, v in (record if isinstance(record, Mapping) else vars(record)).items() if v != 0}
+    values = {k: v for k, v in (record if isinstance(record, Mapping) else vars(record)).items() if v not in (0, None)}
     tables = {k: value for k, value in values.items() if isinstance(value, Mapping) or is_dataclass(value)}
     if place:
         yield f"\n[{place}]"

@@ -71,15 +71,6 @@ def step_seconds(order: Order, num_ranks: int, times: ActionTimes, later: Callab
     return reduce(later, {rank: end for rank, action, _, end in walked if action.kind.computes}.values())
 
 
-def rank_seconds(times: ActionTimes, num_ranks: int) -> list[Any]:
-    """Return the time of each rank's own actions on one microbatch, with messages where they hold up their sender."""
-    stages = range(len(times.by_kind[Kind.FORWARD]))
-    holding = {k: row for k, row in times.by_kind.items() if k.computes or (times.blocking and num_ranks > 1)}
-    rows = [(row, 0 if kind.computes else kind.direction) for kind, row in holding.items()]
-    seconds = [sum(row[stage] for row, way in rows if stage + way in stages) for stage in stages]
-    return [sum(seconds[rank::num_ranks]) for rank in range(num_ranks)]
-
-
 def live_microbatches(schedule: Schedule, num_stages: int, *, lasting: bool = False) -> list[list[int]]:
     """Return the microbatches that each stage has in flight when its rank may hold most: a row a moment.
 

@@ -129,13 +129,3 @@ def make_boundary(node: fx.Node) -> Boundary:
     value = node.meta["val"]
     (placement,) = info(node).placements
     return Boundary(str(node.target), tuple(value.shape), value.dtype, wants_gradient(node), placement)
-
-
-def describe_cut(cut: Cut, pipeline: int, name: str) -> str:
-    """Return the line of the log: the cut, timed on the cluster of that `name`."""
-    mean = sum(cut.stage_costs) / pipeline
-    return (
-        f"cut_stages {len(cut.stage_costs)} stages on {pipeline} pipeline ranks, the slowest "
-        f"{cut.bottleneck / 1e6:.3g} ms of forward and backward a microbatch on {name}: "
-        f"{cut.bottleneck / mean:.3f} of the mean, {cut.gap:.1%} above the lower bound ({cut.method})"
-    )

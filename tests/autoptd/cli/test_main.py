@@ -169,6 +169,7 @@ def test_simulate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "DGX A100 (Selene), bf16" in shown
     assert "fits in 75.2 GB" in shown
+    assert autoptd.Cluster.load("dgx-a100").expect(step.step_seconds) in " ".join(shown.split())
 
 
 def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,6 +331,17 @@ def test_the_command_of_a_plan_is_one_for_a_shell(capsys: pytest.CaptureFixture[
     words = ["small_models:make_small", "--world-size", "1", "--global-batch", "1", "--cluster", str(spaced)]
     assert main(["plan", *words, "--top", "1"]) == 0
     assert f"--cluster '{spaced}' -o out/" in capsys.readouterr().out
+
+
+def test_the_command_of_a_plan_has_all_that_the_plan_was_made_with(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan small_models:make_small --world-size 2 --global-batch 2 --cluster dgx-h100 --zero 1 --dtype bf16"
+    assert main([*words.split(), "--no-overlap", "--top", "1"]) == 0
+    shown = capsys.readouterr().out
+    command = next(line for line in shown.splitlines() if line.startswith("autoptd compile"))
+    assert {"--zero 1", "--dtype bf16", "--no-overlap", "--cluster dgx-h100"} <= set(
+        re.findall(r"--\S+(?: [^-]\S*)?", command)
+    )
+    assert re.search(r"^expect \S+ to \S+ s a step: .* measured; .* taken over from dgx-a100", shown, re.M)
 
 
 def test_the_help_of_a_plan_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -378,7 +378,7 @@ def test_every_plan_says_why() -> None:
         elif not own.simulated:
             assert "not simulated: at least" in own.why
     screen = StringIO()
-    print_plans(Console(file=screen, width=200), plans, len(plans), "autoptd compile")
+    print_plans(Console(file=screen, width=200), plans, len(plans), ["autoptd compile"])
     table = screen.getvalue().split("t tensor,")[0]
     for mark, fits in (("(!)", False), ("(?)", None)):
         assert table.count(mark) == sum(own.fits is fits for own in plans) > 0

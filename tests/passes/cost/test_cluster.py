@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +23,33 @@ def test_shipped_clusters_load(name: str) -> None:
     assert cluster.node.message_rate >= cluster.network.message_rate
     for line in (SHIPPED / f"{name}.toml").read_text().splitlines():
         key = line.split("=")[0].strip()
-        sourced = "#" in line or line[:1] in "[" or key in ("name", *cluster.device.peak_flops)
+        sourced = "#" in line or line[:1] in "[" or key in ("name", "figures", *cluster.device.peak_flops)
         assert sourced, f"{line}: a value without its source"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_says_where_it_is_from_and_so_does_the_answer(name: str) -> None:
+    """Shares, latencies and launches are on no data sheet: each is measured, calibrated, taken over or assumed."""
+    text = (SHIPPED / f"{name}.toml").read_text()
+    figures = re.findall(r"^\w+(?:_efficiency|_seconds) = \S+ +# (.*)$", text, re.M)
+    assert len(figures) == len(re.findall(r"_efficiency = |_seconds = ", text)) >= 9
+    words = [re.match(r"measured|calibrated|taken over from dgx-[ah]100|assumed", figure) for figure in figures]
+    trust = Cluster.load(name).trust
+    assert trust is not None
+    for figure, word in zip(figures, words, strict=True):
+        assert word, f"{figure}: expected where it is from"
+        missing = [part for part in word[0].split(" from ") if part not in trust.figures]
+        assert not missing, f"{trust.figures}: does not say {missing}"
+    assert trust.fastest <= 1 <= trust.slowest
+    low, high = trust.fastest * 10, trust.slowest * 10
+    assert Cluster.load(name).expect(10.0) == f"expect {low:.3g} to {high:.3g} s a step: {trust.figures}"
+
+
+def test_a_file_without_trust_is_not_trusted(tmp_path: Path) -> None:
+    replace(SELENE, trust=None).save(tmp_path / "mine.toml", "by hand")
+    loaded = Cluster.load(tmp_path / "mine.toml")
+    assert loaded.trust is None
+    assert "not said in the cluster file" in loaded.expect(1.0)
 
 
 def test_all_the_named_clusters_ship() -> None:

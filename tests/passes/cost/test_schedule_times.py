@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from autoptd.passes.cost.schedule_times import ActionTimes, live_microbatches, rank_seconds, walk, walking_order
+from autoptd.passes.cost.schedule_times import ActionTimes, live_microbatches, walk, walking_order
+from autoptd.planning.estimator import rank_seconds
 from autoptd.runtime.program.schedule import COMPUTING, Kind, Schedule, assign_slots, make_schedule
 
 SHAPES = [
