@@ -7,8 +7,10 @@ tensor ranks. The times of its calls are then cut into stages and scheduled as t
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,7 +83,7 @@ class Estimator:
         self._model, self._short = model, shorten_model(model, self._examples)
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
         self._scatter_gather, self._options = scatter_gather, options
-        self._programs: dict[tuple[object, ...], Program] = {}  # captured, arranged, divided
+        self._once = cache(operator.call)  # of the model captured, arranged, divided
         self._rows: dict[tuple[int, int | None, str | int, int], LayerCosts] = {}
         self._exchanging: dict[tuple[Key, Mesh], LayerCosts] = {}
         self._stages: dict[Candidate, Divided] = {}
@@ -105,7 +107,7 @@ class Estimator:
                 if isinstance(error, IndivisibleError) or not self._short[1]:  # of a layer: so for all
                     raise
                 self._short = self._model, 0  # the whole says whether it is the model that is wrong
-                self._programs.clear()
+                self._once.cache_clear()
                 self._rows[key] = self._measure(*key)
         return self._rows[key]
 
@@ -211,11 +213,6 @@ class Estimator:
         mesh = fold_experts(Mesh(tensor, 1, self._world_size // tensor), expert or None)
         durations = Durations(self.cluster, mesh, precision, self.training.overlap)
         return LayerCosts(fused_order, self._short[1], durations)
-
-    def _once(self, make: Callable[..., Program], *key: object) -> Program:
-        if (make.__name__, *key) not in self._programs:
-            self._programs[make.__name__, *key] = make(*key)
-        return self._programs[make.__name__, *key]
 
     def _capture(self, microbatch_size: int | None) -> Program:
         given: Any = {**self._given, "microbatch_size": microbatch_size, "device": self._options.device}

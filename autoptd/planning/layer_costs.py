@@ -13,7 +13,6 @@ from math import gcd
 
 import numpy as np
 
-from autoptd.passes.cost.call_work import divide_work
 from autoptd.passes.cost.durations import Durations, Seconds
 from autoptd.passes.ir.nodes import info
 from autoptd.passes.stages.choice import ItemTimes, Pipeline
@@ -25,7 +24,7 @@ from autoptd.runtime.program.manifest import Boundary, Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import Parameter
 from autoptd.simulate.memory import Owned, States, count_owned, freeze_others
-from autoptd.simulate.stage_times import StageTimes, WorkTimes, time_stage
+from autoptd.simulate.stage_times import StageTimes, WorkTimes, time_messages
 
 
 class LayerCosts:
@@ -64,7 +63,7 @@ class LayerCosts:
         """
         index, item_of, scale, fused_order = 0, self.row.position, self.precision.scale, self._fused_order
         amounts = np.zeros((len(self.row.items), 4))
-        for node, work in divide_work(fused_order.stage, fused_order.ledger).items():
+        for node, work in fused_order.works.items():
             index = info(node).items[0] if info(node).items else index
             amounts[index, :2] += work.kept * scale, work.flops
             amounts[index, 2] = max(amounts[index, 2], work.working * scale)
@@ -183,8 +182,8 @@ class LayerCosts:
         stages = enumerate(zip(pairwise(received), held, strict=True))
         interfaces = tuple(StageInterface(i, *ends, (), own) for i, (ends, own) in stages)
         manifest = self._manifest(mesh, chunks, scatter_gather, interfaces)
-        works = enumerate(self._sum(start, end) for start, end in pairwise(cut))
-        return manifest, tuple(time_stage(manifest, i, work, self._durations) for i, work in works)
+        works = (self._sum(start, end) for start, end in pairwise(cut))
+        return manifest, tuple(time_messages(manifest, works, self._durations))
 
     def _manifest(self, mesh: Mesh, chunks: int, scatter_gather: bool, stages: tuple[StageInterface, ...]) -> Manifest:
         program = self._program

@@ -145,20 +145,20 @@ class Space:
         size = self.cluster.devices_per_node
         return t <= size and (size % t == 0 or self.world_size <= size)
 
-    def candidates(self, layers: int, units: int, experts: int = 0) -> Iterator[Candidate]:
+    def candidates(self, layers: int, units: int, experts: int = 0, *, cores: bool = True) -> Iterator[Candidate]:
         """Yield all ways to train a model of so many `layers` that can be cut into so many stages (`units`).
 
-        The `experts` are divided over any data ranks that divide what a tensor rank has of them.
+        The `experts` are divided over any data ranks that divide what a tensor rank has of them. "selective" is of
+        attention that is written out (`cores`), "full" of repeated layers.
         """
-        free = RECOMPUTE if layers else RECOMPUTE[:2]  # "full" is of repeated layers
-        recomputes = [self.recompute] if self.recompute else free
+        free = [how for how, has in zip(RECOMPUTE, (True, cores, layers), strict=True) if has]
         for t, p, d in self.meshes():
             share = self.global_batch // d
             sizes = [2**k for k in range(share.bit_length())]
             for b in [self.microbatch_size] if self.microbatch_size else sizes:
                 if share % b == 0:
                     for v, schedule in self._chunks(p, share // b, layers, units):
-                        for recompute in recomputes:
+                        for recompute in [self.recompute] if self.recompute else free:
                             settings = t, p, d, b, share // b, v, recompute, schedule
                             for k in divisors(gcd(d, experts // t)) if experts and experts % t == 0 else (1,):
                                 yield Candidate(*settings, expert=t * k if k > 1 else 0)

@@ -22,6 +22,7 @@ from autoptd.input_shapes import list_examples
 from autoptd.options import Options, check_counts, check_flags, check_free_counts, check_modes
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.operators.axes import IndivisibleError
+from autoptd.passes.recompute import find_cores
 from autoptd.planning.estimator import Estimate, Estimator
 from autoptd.planning.plan import RECOMPUTE, Candidate, Key, Plan, Space, explain_rank
 from autoptd.runtime.program.mesh import Mesh
@@ -124,7 +125,8 @@ class Search:
 
     def run(self) -> tuple[Plan, ...]:
         """Return the plans of all meshes; raise ValueError if none fits."""
-        candidates = list(self._space.candidates(self._whole.layers, self._whole.units, self._whole.experts))
+        whole, cores = self._whole, bool(find_cores(self._whole.row.stage.graph))
+        candidates = list(self._space.candidates(whole.layers, whole.units, whole.experts, cores=cores))
         if not candidates:
             raise ValueError(self._explain_none())
         # What a bound is of: fewer measurements; the candidate's own schedule; its cut, which does not fit.

@@ -71,8 +71,8 @@ def time_stages(
     cluster.device.peak(precision.dtype)
     mesh = manifest.mesh
     durations = [Durations(cluster, mesh, precision, overlap, rank) for rank in range(mesh.pipeline)]
-    worked = enumerate(zip(list_calls(stages, mesh), cycle(durations), strict=False))
-    return tuple(time_stage(manifest, i, add_up(calls, own), own) for i, (calls, own) in worked)
+    works = (add_up(calls, own) for calls, own in zip(list_calls(stages, mesh), cycle(durations), strict=False))
+    return tuple(time_messages(manifest, works, durations[0]))
 
 
 def list_calls(stages: Sequence[Stage], mesh: Mesh) -> Iterator[Collection[CallWork]]:
@@ -114,24 +114,25 @@ def _sign(stage: Stage) -> object:
     return tuple(rows)
 
 
-def time_stage(manifest: Manifest, index: int, work: WorkTimes, durations: Durations) -> StageTimes:
-    """Return the times of a stage with that work, and of its messages."""
+def time_messages(manifest: Manifest, works: Iterable[WorkTimes], durations: Durations) -> Iterator[StageTimes]:
+    """Yield the times of each stage with its work, and of its messages."""
     mesh, cluster, scale = manifest.mesh, durations.cluster, durations.precision.scale
-    interface = manifest.stages[index]
-    ranks = cluster.slowest(mesh.groups("tensor", pipeline=index % mesh.pipeline))
-    gather, send, arriving = {}, {}, {}
-    for kind in COMPUTING:
-        # A single pipeline rank hands values over on the spot.
-        ends = (interface.sends, interface.receives)[:: kind.direction] if mesh.pipeline > 1 else ((), ())
-        (whole, pieces), (whole_in, pieces_in) = (_bytes(end, manifest, kind, scale) for end in ends)
-        sides = (mesh.groups("tensor", pipeline=k % mesh.pipeline) for k in (index, index + kind.direction))
-        pair = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))  # of the slowest replica
-        send[kind] = cluster.send_seconds(whole + pieces / mesh.tensor, *pair, senders=mesh.tensor)
-        gather[kind] = cluster.all_gather_seconds(pieces_in, ranks)
-        arriving[kind] = whole_in + pieces_in
-    received = min(work.kept, arriving[Kind.FORWARD])
-    work = replace(work, kept=work.kept - received, slot=work.slot + received + arriving[Kind.BACKWARD])
-    return StageTimes(**vars(work), gather=gather, send=send, arriving=arriving)
+    groups = [mesh.groups("tensor", pipeline=rank) for rank in range(mesh.pipeline)]
+    for index, (interface, work) in enumerate(zip(manifest.stages, works, strict=True)):
+        ranks = cluster.slowest(groups[index % mesh.pipeline])
+        gather, send, arriving = {}, {}, {}
+        for kind in COMPUTING:
+            # A single pipeline rank hands values over on the spot.
+            ends = (interface.sends, interface.receives)[:: kind.direction] if mesh.pipeline > 1 else ((), ())
+            (whole, pieces), (whole_in, pieces_in) = (_bytes(end, manifest, kind, scale) for end in ends)
+            sides = (groups[k % mesh.pipeline] for k in (index, index + kind.direction))
+            pair = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))  # of the slowest replica
+            send[kind] = cluster.send_seconds(whole + pieces / mesh.tensor, *pair, senders=mesh.tensor)
+            gather[kind] = cluster.all_gather_seconds(pieces_in, ranks)
+            arriving[kind] = whole_in + pieces_in
+        received = min(work.kept, arriving[Kind.FORWARD])
+        work = replace(work, kept=work.kept - received, slot=work.slot + received + arriving[Kind.BACKWARD])
+        yield StageTimes(**vars(work), gather=gather, send=send, arriving=arriving)
 
 
 def _bytes(crossing: Sequence[Boundary], manifest: Manifest, kind: Kind, scale: float) -> tuple[float, float]:

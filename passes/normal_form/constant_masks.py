@@ -51,27 +51,27 @@ class MaskJudge:
             yield start, self._rows(mask, start, min(rows, shape[-2] - start))
 
     def _rows(self, node: fx.Node, start: int, count: int) -> Any:
-        """Return rows ``start .. start + count - 1`` of dimension -2, or None if they cannot be computed."""
+        """Return some rows of a mask, as `_narrow` does, or None if they cannot be computed."""
         val = node.meta["val"]
         if not isinstance(val, Tensor):
             return None
         if val.numel() <= _BLOCK:
             whole = self.value(node)
-            one = whole is None or whole.dim() < 2 or whole.shape[-2] == 1
-            return whole if one else whole.narrow(-2, start, count)
+            return None if whole is None else _narrow(whole, start, count)
         rows = {n: self._rows(n, start, count) for n in node.all_input_nodes}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), rows.__getitem__)
-        shape = [*val.shape[:-2], count, val.shape[-1]]
+        if any(value is None for value in rows.values()):
+            return None
+        given: Any = fx.map_arg((node.args, node.kwargs), rows.__getitem__)
+        args, kwargs = given
         if node.target is aten.expand.default:
-            args = args[0], shape
+            args = args[0], [*args[0].shape[:-2], count, val.shape[-1]]
         elif has_trait(node, Trait.FILLS):
-            args = shape, *args[1:]
+            args = [count, val.shape[-1]], *args[1:]
         elif node.target in (aten.tril.default, aten.triu.default):
             args = args[0], argument(node, "diagonal") + start
         elif rules_of(node).placed is not elementwise:
             return None
-        known = all(value is not None for value in rows.values())
-        return node.target(*args, **kwargs) if known else None  # type: ignore[operator]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def value(self, node: fx.Node) -> Any:
         """Return the value of a constant; None if it needs a buffer without data."""
@@ -90,6 +90,16 @@ class MaskJudge:
             return None
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _narrow(value: Tensor, start: int, count: int) -> Tensor:
+    """Return rows ``start .. start + count - 1`` of dimension -2, of samples that are all alike only the first."""
+    if value.dim() > 1 and value.shape[-2] > 1:
+        value = value.narrow(-2, start, count)
+    for dim in range(value.dim() - 2):
+        first = value.split(1, dim)[0]
+        value = first if torch.equal(value, first.expand_as(value)) else value
+    return value
 
 
 def buffers_under(constant: fx.Node) -> frozenset[str]:

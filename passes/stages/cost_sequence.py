@@ -201,13 +201,7 @@ def minimize_slowest_stage(sequence: CostSequence, room: int | Ints = UNLIMITED)
 
 
 def _range_max(values: Ints, low: Ints, high: Ints) -> Ints:
-    """Return the largest of ``values[low[i]:high[i]]`` for each i, or UNREACHED: from maxima over powers of two."""
+    """Return the largest of ``values[low[i]:high[i]]`` for each i, or UNREACHED where there is none."""
     if not low.any():
         return np.where(high > 0, np.maximum.accumulate(values)[high - 1], UNREACHED)
-    result = np.full(len(low), UNREACHED, np.int64)
-    level, width = values, 1
-    while width <= len(values):
-        fits = np.flatnonzero((high - low >= width) & (high - low < 2 * width))
-        result[fits] = np.maximum(level[low[fits]], level[high[fits] - width])
-        level, width = np.maximum(level[:-width], level[width:]), 2 * width
-    return result
+    return np.where(low < high, np.maximum.reduceat(values, np.stack([low, high], -1).ravel())[::2], UNREACHED)

@@ -5,8 +5,7 @@ between them is the narrowest place. So the whole is finished as if it were one 
 over its operators. A cut within it costs the time that its two parts, each finished alone, take more.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +15,7 @@ from networkx.utils import UnionFind
 from numpy.typing import NDArray
 from torch import fx
 
+from autoptd.passes.cost.call_work import divide_work
 from autoptd.passes.cost.durations import NANOSECONDS, Durations
 from autoptd.passes.cost.saved_tensors import Ledger
 from autoptd.passes.cost.work import Work, backward_work, forward_work
@@ -26,13 +26,12 @@ from autoptd.passes.structure.linear_order import Row
 
 Measure = Callable[[Work], Sequence[float]]  # always as many numbers
 Floats = NDArray[np.float64]
-Measured = tuple[tuple[int, ...], Floats]
 
 
 class FusedOrder:
     """The one stage of a program as a `row` of items, and as the `stage` that the `finishing` passes make of them.
 
-    The first of these marks what is recomputed; the others join operators into kernels.
+    The first of these marks what is recomputed; the others join operators into kernels, whose `works` are the calls'.
 
     Each call of that says in ``info(node).items`` which positions of the row it stands for, and in ``.value`` the
     one whose value it returns. `may_cut` says where a cut may stand: where all live values are results of kernels, so
@@ -50,7 +49,10 @@ class FusedOrder:
         self.program = mark(program.replace_stages((Stage(graph, stage.parameters, stage.constants),), ""))
         self._marked = Row(self.program.stages[0])
         self._order = sorted(self._marked.items, key=lambda node: info(node).items)
+        self._parts: dict[str, list[tuple[Work, Work]]] = {}  # the works of some items of one kernel
         self.stage = self._finish(self._marked.stage)
+        self.ledger = Ledger(self.stage, self.program.mesh)
+        self.works = divide_work(self.stage, self.ledger)
         given = {info(node).value for node in self.stage.graph.nodes}
         self.may_cut = self.row.allowed()
         for item, node in enumerate(self.row.items):
@@ -63,11 +65,6 @@ class FusedOrder:
         for _, step in self._passes:
             program = step(program)
         return program.stages[0]
-
-    @cached_property
-    def ledger(self) -> Ledger:
-        """The ledger of the finished stage."""
-        return Ledger(self.stage, self.program.mesh)
 
     def make_times(self, durations: Durations, table: Floats, penalty: Floats, items: Any) -> ItemTimes:
         """Return the times of a row's `items` from seconds by direction, divided over their operators."""
@@ -90,7 +87,8 @@ class FusedOrder:
 
         The second is what a cut before an item adds to each side. Calls on no parameter count with the item before.
         """
-        measured = list(_measure(self.stage, measure, self.ledger.repeated_nodes))
+        calls = self.works.items()
+        measured = [(info(n).items, _measure(measure, own.forward, own.backward, own.again)) for n, own in calls]
         table, sums, penalty = (np.zeros((len(self.row.items), 3, len(measure(Work())))) for _ in range(3))
         joined = UnionFind(range(len(table)))
         for items, _ in measured:
@@ -101,7 +99,6 @@ class FusedOrder:
         for items, own in measured:
             index = first[items[0]] if items else index
             (sums if items else table)[index] += own
-        known: dict[str, Floats] = {}
         for unit in units:
             whole = sums[unit[0]]
             share = np.zeros_like(whole)
@@ -109,7 +106,7 @@ class FusedOrder:
                 places = [place for place in range(last + 1, end + 1) if self.may_cut[place]]
                 if places:
                     parts, again = (unit[:count], unit[count:]), bool(whole[2].any())
-                    before, behind = (self._take(part, measure, again, known) for part in parts)
+                    before, behind = (self._take(part, measure, again) for part in parts)
                     penalty[places] += np.maximum(before + behind - whole, 0) / 2
                     more = np.clip((whole + before - behind) / 2, share, whole)
                     table[last] += more - share
@@ -117,8 +114,8 @@ class FusedOrder:
             table[unit[-1]] += whole - share
         return table, penalty
 
-    def _take(self, items: Sequence[int], measure: Measure, again: bool, known: dict[str, Floats]) -> Floats:
-        """Return what some items of one kernel take, finished by themselves; `known` has those of equal items."""
+    def _take(self, items: Sequence[int], measure: Measure, again: bool) -> Floats:
+        """Return what some items of one kernel take, finished by themselves; equal ones are finished once."""
         row, nodes = self._marked, [self._order[i] for i in items]
         place = {node: str(i) for i, node in enumerate(nodes)}
         outside: dict[fx.Node, str] = {}
@@ -129,21 +126,18 @@ class FusedOrder:
 
         sends = [node for node in nodes if not node.users.keys() <= place.keys()]
         calls = [(n.target, fx.map_arg((shaping_arguments(n), n.kwargs), read), n in sends) for n in nodes]
-        if (key := repr((again, calls))) not in known:
+        if (key := repr(calls)) not in self._parts:
             sources = (source for node in nodes for source in node.all_input_nodes)
             receives = dict.fromkeys(s for s in sources if s in row.position and s not in place)
             graph = row.build_graph(nodes, list(receives), sends)
             stage = self._finish(Stage(graph, row.stage.parameters, fx.Graph()))
-            taken = _measure(stage, measure, stage.graph.nodes if again else ())
-            known[key] = np.sum([own for own_items, own in taken if own_items], axis=0)
-        return known[key]
+            trained, made = find_trained(stage), (node for node in stage.graph.nodes if info(node).items)
+            self._parts[key] = [(forward_work(node), backward_work(node, trained)) for node in made]
+        taken: Floats = np.sum([_measure(measure, *works, again) for works in self._parts[key]], axis=0)
+        return taken
 
 
-def _measure(stage: Stage, measure: Measure, repeated: Iterable[fx.Node]) -> Iterator[Measured]:
-    """Yield for each call the items that it stands for, and its measures by direction."""
-    trained, again = find_trained(stage), set(repeated)
-    for node in stage.graph.nodes:
-        if node.op == "call_function":
-            works = forward_work(node), backward_work(node, trained)
-            forward, backward = (np.array(measure(work)) for work in works)
-            yield info(node).items, np.array([forward, backward, forward * (node in again)])
+def _measure(measure: Measure, forward: Work, backward: Work, again: bool) -> Floats:
+    """Return the measures of a call by direction."""
+    ahead, back = (np.array(measure(work)) for work in (forward, backward))
+    return np.array([ahead, back, ahead * again])

@@ -103,6 +103,24 @@ def test_the_best_is_found_where_the_last_stage_is_heavy() -> None:
         assert {own.mesh for own in plans if own.fits is not False} >= {mesh for _, mesh in fitting}
 
 
+@pytest.mark.parametrize(("dropout", "modes"), [(0.0, {"none", "full"}), (0.1, {"none", "selective", "full"})])
+def test_selective_recomputation_is_of_attention_that_is_written_out(
+    dropout: float, modes: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(512, 64, 6, 4, 64, dropout))
+    listed: list[Candidate] = []
+    real = Space.candidates
+
+    def watch(self: Space, *given: Any, **known: Any) -> list[Candidate]:
+        listed.extend(real(self, *given, **known))
+        return listed
+
+    monkeypatch.setattr(Space, "candidates", watch)
+    autoptd.plan(model, world_size=2, global_batch=4, cluster=SELENE)
+    assert {str(candidate.recompute) for candidate in listed} == modes
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_model_that_fits_in_another_cut_has_a_plan(recompute: str) -> None:
     """Beside a heavy head the fastest cut of any mesh has a rank that is too full, and a leaner one has not."""

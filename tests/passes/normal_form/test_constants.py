@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autoptd
@@ -119,8 +119,26 @@ def padding(m: Any, idx: Tensor) -> Tensor:
     return tril(m, idx)[None, None] & (idx != 0)[:, None, None, :]
 
 
-CAUSAL = [tril, buffer, compared, like_ids, additive(float("-inf")), additive(torch.finfo(torch.float32).min)]
-KEPT = [window, one_off, one_head_off, alibi, large_but_finite, padding]
+def by_sample(m: Any, idx: Tensor) -> Tensor:
+    places = torch.arange(S).expand(2, S)
+    return places[:, None, None, :] <= places[:, None, :, None]
+
+
+def one_sample_off(m: Any, idx: Tensor) -> Tensor:
+    places = torch.arange(S) + torch.tensor([[0], [1]])
+    return torch.arange(S).expand(2, S)[:, None, None, :] <= places[:, None, :, None]
+
+
+CAUSAL = [
+    tril,
+    buffer,
+    compared,
+    by_sample,
+    like_ids,
+    additive(float("-inf")),
+    additive(torch.finfo(torch.float32).min),
+]
+KEPT = [window, one_off, one_head_off, one_sample_off, alibi, large_but_finite, padding]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -158,7 +176,7 @@ def test_mask_of_a_buffer_without_data_is_kept() -> None:
     assert "1 sdpa with mask (constant)" in program.log[-1]
 
 
-@pytest.mark.parametrize("make", [tril, compared, window, one_off, everything])
+@pytest.mark.parametrize("make", [tril, compared, by_sample, window, one_off, one_sample_off, everything])
 def test_large_masks_are_compared_in_blocks(
     make: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +184,25 @@ def test_large_masks_are_compared_in_blocks(
     monkeypatch.setattr(constant_masks, "_BLOCK", 3 * S)
     blocks = attention_of(program_of(Attention(make))[0])
     assert blocks == ((True, False) if make is one_off else whole)  # what is written into is not followed
+
+
+@pytest.mark.parametrize(("make", "samples"), [(compared, 1), (by_sample, 1), (one_sample_off, 2)])
+def test_samples_that_are_alike_are_computed_once(
+    make: Callable[[Any, Tensor], Tensor], samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: set[int] = set()
+    real = constant_masks.MaskJudge.blocks
+
+    def watch(self: constant_masks.MaskJudge, mask: fx.Node) -> Iterator[tuple[int, Tensor | None]]:
+        for start, block in real(self, mask):
+            assert block is not None
+            sizes.add(block.numel())
+            yield start, block
+
+    monkeypatch.setattr(constant_masks, "_BLOCK", 3 * S)  # one row of two samples
+    monkeypatch.setattr(constant_masks.MaskJudge, "blocks", watch)
+    program_of(Attention(make))
+    assert sizes == {samples * S}
 
 
 def test_constants_are_shared_and_loaded_once() -> None:

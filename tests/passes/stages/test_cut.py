@@ -472,3 +472,13 @@ def test_a_chain_over_a_long_skip_lets_stages_end(chain: str) -> None:
     ids = torch.zeros(2, 8, dtype=torch.long)
     program = prepare(Skip(chain), 4, {"idx": ids, "targets": ids.clone()})
     assert len(cut_stages(program, num_stages=8).stages) == 8
+
+
+def test_parts_of_kernels_are_finished_once_whatever_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = finish_uncut(prepare(MODELS["sample"](), 2, {"idx": tokens()["input_ids"], "targets": tokens()["labels"]}))
+    first = order.divide(lambda work: (float(work.moved),))
+    monkeypatch.setattr(order, "_finish", None)  # which cannot be called
+    again = order.divide(lambda work: (float(work.moved), float(work.launches)))
+    for own, both in zip(first, again, strict=True):
+        assert own.any()
+        assert (own[..., 0] == both[..., 0]).all()
