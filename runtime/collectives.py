@@ -112,6 +112,7 @@ def scattered_linear(rank: Rank, x: Tensor, weight: Tensor, transposed: bool = F
 
 
 COPIED = (copied_linear, copied_linears, copied_linear_gelu)
+SCATTERED = (reduce_scatter, scattered_linear)
 
 
 def send_to_experts(rank: Rank, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -170,7 +170,8 @@ class Balanced(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         x = self.table(idx)
         weights = self.router(x).flatten(0, 1).softmax(-1)
-        count = torch.bincount(weights.topk(2).indices.reshape(-1), minlength=4).double()
+        chosen = weights.topk(2).indices.reshape(-1)
+        count = (torch.bincount(chosen, minlength=4) + torch.bincount(input=chosen, minlength=4)).double() / 2
         loss = functional.cross_entropy(self.head(self.up(x).tanh()).flatten(0, 1), targets.flatten())
         total: Tensor = loss + (count * weights.sum(0)).sum() / len(weights) ** 2
         return total

@@ -116,11 +116,11 @@ def capture(
     return Program(mesh, (stage,), *known, proved, autocast=autocast, fixed=fixed, device=seen)
 
 
-def _count(bincount: Callable[..., Tensor], x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+def _count(bincount: Callable[..., Tensor], input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Replace ``torch.bincount``, the length of which depends on data: of a `minlength`, all numbers are below it."""
     if weights is not None or not minlength:
-        return bincount(x, weights, minlength)
-    return functional.one_hot(x, minlength).sum(0)
+        return bincount(input, weights, minlength)
+    return functional.one_hot(input, minlength).sum(0)
 
 
 def check_model(model: object) -> None:

@@ -121,15 +121,16 @@ def explain_program(
     computed = ([entry for entry in row if entry.action.kind.computes] for row in simulation.timeline)
     work = tuple(sum(entry.end - entry.start for entry in row) for row in computed)
     reordered = manifest.mesh.ranks is not None
-    divided = any(n.target is collectives.reduce_scatter for stage in stages for n in stage.graph.nodes)
-    options = options or Options(manifest.recompute, sequence_parallel=divided, device=manifest.device)
+    divided = any(n.target in collectives.SCATTERED for stage in stages for n in stage.graph.nodes)
+    cluster, device = simulation.cluster, manifest.device
+    options = options or Options(manifest.recompute, sequence_parallel=divided, device=device, cluster=cluster)
     if reordered:
         model = None
     changes = [*_simulate_changes(manifest, stages, simulation, training, larger=model is None)]
     if model is None:
         changes.append(Change("other settings", refused=REORDERED if reordered else UNKNOWN))
     else:
-        known = model, simulation.cluster, manifest.mesh.size, simulation.dtype, training
+        known = model, cluster, manifest.mesh.size, simulation.dtype, training
         given: Any = {"example_inputs": make_example(manifest), "loss_fn": loss_fn}
         given["scatter_gather"] = manifest.scatter_gather
         both = options, replace(options, sequence_parallel=not divided)

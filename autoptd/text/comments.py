@@ -63,8 +63,7 @@ def write_communication(node: fx.Node, tensor: int) -> str:
         return f"backward: all-reduce, {write_bytes(value.nbytes)} over tensor"
     work = forward_work(node)
     kind = "all-reduce" if work.reduced else "all-gather"
-    scattered = node.target in (collectives.reduce_scatter, collectives.scattered_linear)
-    kind = "reduce-scatter" if scattered else kind
+    kind = "reduce-scatter" if node.target in collectives.SCATTERED else kind
     return f"{kind}, {write_bytes(work.exchanged)} over tensor" if work.exchanged else ""
 
 

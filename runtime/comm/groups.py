@@ -109,9 +109,10 @@ class ProcessGroup(Group):
         super().__init__(dist.get_world_size(group), dist.get_rank(group))
         self.group = group
         if device.type == "cuda" and self.size > 1:
-            # NCCL connects a group at its first collective. Inside a schedule that call may wait for the device, and so
-            # for messages that a peer sends only after it has connected too.
+            # NCCL connects a group at its first collective, and neighbours at their first message. Inside a schedule
+            # that call may wait for the device, and so for messages that a peer sends only after it has connected too.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+            self.post_shift(*torch.zeros(2, 1, device=device)).wait()
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         x = x.contiguous()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.comm.groups import Group, ProcessGroup, Reduction, Result, ThreadGroup
+from autoptd.runtime.comm.groups import Group, Posted, ProcessGroup, Reduction, Result, ThreadGroup
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.mesh import Coordinates, Mesh
@@ -17,6 +19,7 @@ from autoptd.runtime.program.placement import AxisPlacement, Placement
 from autoptd.runtime.randomness import Randomness
 
 CPU = torch.device("cpu")
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -100,12 +103,12 @@ class Rank:
         """Write the `x` of all tensor ranks `into` [t, ...]; `use` each, by its rank, while the next is on its way."""
         group = self.group("tensor")
         into[group.index] = x
-        for step in range(group.size):
-            at, following = ((group.index - n) % group.size for n in (step, step + 1))
-            posted = group.post_shift(into[at], into[following]) if step + 1 < group.size else None
-            use(at)
-            if posted is not None:
-                posted.wait()
+        at = group.index
+        for _ in range(group.size - 1):
+            following = (at - 1) % group.size
+            self.compute_beside(group.post_shift(into[at], into[following]), partial(use, at))
+            at = following
+        use(at)
 
     def scatter_in_pieces(self, make: Callable[[int], Tensor]) -> Tensor:
         """Return the sum of what all tensor ranks `make` for this one; sums go around while the next are made."""
@@ -113,9 +116,20 @@ class Rank:
         total = make((group.index - 1) % group.size)
         for step in range(2, group.size + 1):
             posted = group.post_shift(total, torch.empty_like(total))
-            own = make((group.index - step) % group.size)
-            total = own.add_(posted.wait())
+            own, others = self.compute_beside(posted, partial(make, (group.index - step) % group.size))
+            total = own.add_(others)
         return total
+
+    def compute_beside(self, posted: Posted[Result], compute: Callable[[], Made]) -> tuple[Made, Result]:
+        """Compute while a message of the tensor ranks is on its way; record both times if a step is measured."""
+        begin = self.measured and self.measured.mark()
+        made = compute()
+        computed = self.measured and self.measured.mark()
+        result = posted.wait()
+        if self.measured is not None:
+            self.measured.add("tensor", begin)
+            self.measured.add("products", begin, computed)
+        return made, result
 
     def _measure(self, collective: Callable[[Group], Result]) -> Result:
         """Run a collective of the tensor ranks, and record its time if there is a step to measure."""

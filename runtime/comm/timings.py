@@ -10,7 +10,7 @@ from autoptd.runtime.comm.groups import Group
 from autoptd.runtime.comm.trace import Phase, TimelineEntry
 from autoptd.runtime.program.schedule import Action, Kind
 
-KINDS: tuple[Kind | str, ...] = (Kind.FORWARD, Kind.BACKWARD, "data", "tensor", "weights")
+KINDS: tuple[Kind | str, ...] = (Kind.FORWARD, Kind.BACKWARD, "data", "tensor", "products")
 NOTHING = len(KINDS)  # of a row that fills the table of a rank with fewer spans
 Span = tuple[Kind | str, int, int, Any, Any]
 
@@ -20,8 +20,8 @@ class Measured:
     """The spans of this rank's last whole step: (kind, stage, microbatch, begin, end), with marks of `device`.
 
     A forward or backward begins when its inputs have arrived; "data" is the sum of gradients, from the post of the
-    first to the result of the last. Inside a forward or backward, "tensor" is an all-reduce over the tensor ranks, from
-    its post to its result, and "weights" the computation of weight gradients meanwhile, if any.
+    first to the result of the last. Inside a forward or backward, "tensor" is a message of the tensor ranks, from its
+    post to its result, and "products" those of weight gradients, or of pieces, that are computed meanwhile, if any.
     """
 
     device: torch.device

@@ -13,8 +13,8 @@ WORDS: Mapping[Kind | str, str] = {
     Kind.BACKWARD: "backward",
     "data": "sums of gradients",
     "optimizer": "optimizer",
-    "tensor": "all-reduce over the tensor ranks",
-    "weights": "gradients of weights",
+    "tensor": "message of the tensor ranks",
+    "products": "products beside a message",
 }
 
 
@@ -30,7 +30,7 @@ class TimelineEntry(NamedTuple):
 class Phase(NamedTuple):
     """Work of a pipeline rank beside or after the schedule: "data" (the sum of gradients) or "optimizer".
 
-    Or inside a forward or backward: "tensor" (an all-reduce of tensor ranks), "weights" (their gradients meanwhile).
+    Or inside a forward or backward: "tensor" (a message of tensor ranks), "products" (computed meanwhile).
     """
 
     rank: int
@@ -49,7 +49,7 @@ def write_trace(
     """Write a chrome trace, compressed if `path` ends in .gz: a process per pipeline rank, with its memory over time.
 
     A rank's forwards and backwards are on one thread, its messages on one for each destination, and its phases, which
-    may begin while the last backwards run, on one more; so are tensor ranks' all-reduces. `about`: the times' origin.
+    may begin while the last backwards run, on one more; so are tensor ranks' messages. `about`: the times' origin.
     """
     events = list(_trace_events(rows, phases, memory))
     for event in events:
@@ -77,7 +77,7 @@ def _trace_events(rows: Rows, phases: Sequence[Phase], memory: Courses) -> Itera
             arguments = {"stage": stage, "microbatch": microbatch}
             yield _span(str(entry.action), category, entry.rank, thread, *entry[2:], arguments)
     for phase in phases:
-        thread = {"weights": 0, "tensor": len(rows) + 2}.get(phase.name, len(rows) + 1)
+        thread = {"products": 0, "tensor": len(rows) + 2}.get(phase.name, len(rows) + 1)
         yield _span(WORDS[phase.name], phase.name, phase.rank, thread, phase.start, phase.end, {})
     for rank, course in enumerate(memory):
         for at, held in course:

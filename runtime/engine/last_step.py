@@ -20,8 +20,8 @@ class LastStep:
     function where ranks have shares of them, as tensor and pipeline ranks do. `step_seconds` is the call alone, without
     the optimizer and the data; `tokens_per_second` is of all replicas (None where no input is one of tokens).
     `bubble` is the time up to this rank's last forward or backward in which it ran none of them, over the time in which
-    it did, as `Simulation.bubble_fraction` is; all-reduces of tensor ranks are part of a forward or backward.
-    `exposed_communication_seconds` is time that nothing hides: the tensor ranks' all-reduces in these, less computation
+    it did, as `Simulation.bubble_fraction` is; messages of tensor ranks are part of a forward or backward.
+    `exposed_communication_seconds` is time that nothing hides: the tensor ranks' messages in these, less computation
     beside them, and the rest of the call (sums of gradients, sends, the loss's broadcast).
     `peak_memory_bytes` is the most since the process began: of tensors on a GPU, of everything on a CPU.
     """
@@ -55,7 +55,7 @@ def read_last_step(manifest: Manifest, measured: Measured, loss: Tensor, norm: T
         step_seconds=end - begin,
         tokens_per_second=None if tokens is None else tokens / (end - begin),
         bubble=(computed_last - begin - work) / work,
-        exposed_communication_seconds=end - computed_last + seconds("tensor") - seconds("weights"),
+        exposed_communication_seconds=end - computed_last + seconds("tensor") - seconds("products"),
         peak_memory_bytes=peak_memory(measured.device),
     )
 

@@ -62,7 +62,7 @@ def multiply(
 def _multiply_gathered(
     rank: Rank, product: Linear, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Operand], gathered: Gathered
 ) -> tuple[Tensor, ...]:
-    if gathered is True:
+    if gathered != "in pieces":
         whole = rank.all_gather(x, 0)
         return tuple(product.multiply(whole, *pair) for pair in zip(weights, biases, strict=True))
     whole = x.new_empty(rank.group("tensor").size, *x.shape)
@@ -78,7 +78,7 @@ def _multiply_gathered(
 
 def multiply_scattered(rank: Rank, product: Linear, x: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's part, along dimension 0, of the tensor ranks' sum of their products, made piece by piece."""
-    parts = x.detach().chunk(rank.group("tensor").size)
+    parts = x.detach().unflatten(0, (rank.group("tensor").size, -1))
     total = rank.scatter_in_pieces(lambda at: product.multiply(parts[at], weight.detach(), None))
     return _ScatteredProduct.apply(rank, product, x, weight, total)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -156,11 +156,11 @@ class _Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Operand, ...]:
         x, *weights = ctx.saved_tensors
-        product, measured = ctx.product, None if ctx.rank is None else ctx.rank.measured
+        product = ctx.product
         # If rows must be copied, then once, and not in each product that reads them.
         gradients = tuple(_rows(gradient).view(gradient.shape) for gradient in gradients)
         own, _, *wanted = ctx.needs_input_grad[2:]
-        posted = begin = of_x = None
+        posted = of_x = None
         group: Any = ctx.rank and ctx.rank.group("tensor")
         if gathers := ctx.gathered and x is not None:
             parts = group.post_all_gather(x.contiguous().view(-1), x.new_empty(group.size * x.numel()))
@@ -172,23 +172,22 @@ class _Products(torch.autograd.Function):
             of_x = None if ctx.gathered else total.view(ctx.shape)
             if group is not None:
                 posted = group.post_reduce_scatter(total.view(-1)) if ctx.gathered else group.post_all_reduce([total])
-                begin = None if measured is None else measured.mark()
-        if gathers:
-            x = parts.wait().view(-1, *ctx.shape[1:])
-        count = len(gradients)
-        of_weights = [
-            product.differentiate_weight(sums, gradient, x) if asked else None
-            for sums, gradient, asked in zip(ctx.sums, gradients, wanted[:count], strict=True)
-        ]
-        asked_of = zip(gradients, wanted[count:], strict=True)
-        of_biases = [product.differentiate_bias(gradient) if asked else None for gradient, asked in asked_of]
-        if posted is not None:
-            computed = None if measured is None else measured.mark()
-            of_x = posted.wait()[0].view(ctx.shape)
-            if measured is not None:
-                measured.add("tensor", begin)
-                measured.add("weights", begin, computed)
-        return None, None, of_x, None, *of_weights, *of_biases
+
+        def differentiate_parameters() -> list[Operand]:
+            whole, count = parts.wait().view(-1, *ctx.shape[1:]) if gathers else x, len(gradients)
+            of_weights = [
+                product.differentiate_weight(sums, gradient, whole) if asked else None
+                for sums, gradient, asked in zip(ctx.sums, gradients, wanted[:count], strict=True)
+            ]
+            asked_of = zip(gradients, wanted[count:], strict=True)
+            return of_weights + [
+                product.differentiate_bias(gradient) if asked else None for gradient, asked in asked_of
+            ]
+
+        if posted is None:
+            return None, None, of_x, None, *differentiate_parameters()
+        of_parameters, (summed,) = ctx.rank.compute_beside(posted, differentiate_parameters)
+        return None, None, summed.view(ctx.shape), None, *of_parameters
 
 
 class _ScatteredProduct(torch.autograd.Function):

@@ -166,7 +166,7 @@ def test_the_sum_runs_beside_the_gradients_of_weights(form: str, expected: list[
     torch.testing.assert_close(plain, 10 * x.grad)  # what was waited for is what is handed on
     # And the trace has both, from the post on.
     sums, meanwhile = rank.measured.spans
-    assert [sums[0], meanwhile[0]] == ["tensor", "weights"]
+    assert [sums[0], meanwhile[0]] == ["tensor", "products"]
     assert sums[3] == meanwhile[3] <= meanwhile[4] <= sums[4]
 
 
@@ -289,6 +289,26 @@ def test_messages_are_on_their_way_while_pieces_are_multiplied() -> None:
         events.clear()
         made.sum().backward()
         assert events == ["post", "mm", "wait", "mm", "mm"]
+
+
+def test_times_of_pieces_are_measured() -> None:
+    """Of each message, and of the product beside it, which hides so much of it."""
+    rank = Rank.local(Mesh(2, 1, 1))
+    rank.groups["tensor"], rank.measured = ShiftingGroup([]), Measured(torch.device("cpu"))
+    x, (weight,), _ = draw("linear", False, False)
+    leaves = x[:2].requires_grad_(), weight.requires_grad_()
+    collectives.copied_linear(rank, *leaves, gathered="in pieces")
+    collectives.scattered_linear(rank, *leaves).sum().backward()
+    spans = rank.measured.read()[2]
+    assert [kind for kind, *_ in spans] == ["tensor", "products"] * 3
+    for (*_, begin, arrived), (*_, same, computed) in zip(spans[::2], spans[1::2], strict=True):
+        assert begin == same < computed <= arrived
+
+
+def test_rows_that_the_ranks_do_not_divide_are_refused() -> None:
+    x, (weight,), _ = draw("linear", False, False)
+    with pytest.raises(RuntimeError, match="unflatten"):
+        collectives.scattered_linear(Rank.local(Mesh(2, 1, 1)), x.to("meta"), weight.to("meta"))
 
 
 def test_gradients_in_half_precision_reach_the_leaf() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.saved_tensors import Ledger
+from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.ir.nodes import info
 from autoptd.passes.tensor_parallel.symbols import symbol
 from autoptd.runtime import collectives
@@ -283,6 +285,63 @@ def test_gathers_and_scatters_in_pieces(mesh: tuple[int, int, int], options: dic
         train_compiled(program, [batch]).steps, train_plain(model, [batch], 2 * mesh[2]).steps
     )  # fmt: skip
     compare(found, expected)
+
+
+class OneRegion(nn.Module):
+    """The only sum of which runs in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32, bias=False)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 66)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        x = self.norm(x + self.down(self.up(x).tanh()))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), targets.t().flatten())
+
+
+def test_what_pieces_save_is_in_every_prediction(tmp_path: Path) -> None:
+    """Of the program, and of the settings beside its own; of one that was read back, too."""
+    torch.manual_seed(0)
+    model = OneRegion().double()
+    given: Any = {"x": torch.randn(2, 16, 32, dtype=torch.float64), "targets": torch.randint(66, (2, 16))}
+    options: dict[str, Any] = {"microbatch_size": 2, "num_microbatches": 2, "cluster": SLOW}
+    divided, whole = (
+        autoptd.compile(model, (2, 1, 1), example_inputs=given, sequence_parallel=way, **options)
+        for way in (True, False)
+    )
+    assert collectives.reduce_scatter not in {node.target for node in divided.stages[0].graph.nodes}
+    assert "2 gathers and scatters in pieces" in str(divided)
+    verify(divided)
+    divided.save(tmp_path)
+    for program in (divided, autoptd.load(tmp_path, model)):
+        assert not program.check()
+        step = program.simulate(SLOW).step_seconds
+        assert step == divided.simulate(SLOW).step_seconds
+        (change,) = (c for c in program.explain(SLOW).changes if "tokens between divided regions" in c.what)
+        assert change.what.startswith("whole tokens")
+        assert change.seconds_per_sequence == pytest.approx(whole.simulate(SLOW).step_seconds / step, rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (4, 1, 1)])
+def test_pieces_have_the_products_and_the_messages_of_the_whole(
+    mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And take less time, though they read a weight once for each."""
+
+    def measure() -> tuple[float, int, int]:
+        program = compile_gpt(mesh, cluster=SLOW)
+        nodes = [node for stage in program.stages for node in stage.graph.nodes]
+        works = [work(node) for node in nodes for work in (forward_work, backward_work)]
+        step = program.simulate(SLOW).step_seconds
+        return step, sum(work.flops for work in works), sum(work.exchanged for work in works)
+
+    seconds, *amounts = measure()
+    monkeypatch.setattr("autoptd.passes.tensor_parallel.overlap.LEAST_GAIN", 0.0)
+    whole_seconds, *whole_amounts = measure()
+    assert amounts == whole_amounts
+    assert seconds < 0.95 * whole_seconds
 
 
 def test_pieces_are_chosen_by_the_cost_model() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.comm.groups import Group, ProcessGroup
+from autoptd.runtime.comm.groups import Group, Posted, ProcessGroup, running
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.program.mesh import Coordinates, Mesh
@@ -134,13 +134,19 @@ def test_a_group_of_gpus_is_connected_when_it_is_made(
 ) -> None:
     """NCCL connects at the first call, which may wait for what a peer sends once it has connected too."""
     made: list[object] = []
+
+    def shift(own: ProcessGroup, x: object, into: object) -> Posted[None]:
+        made.append(own)
+        return running(None)
+
     monkeypatch.setattr(dist, "get_world_size", lambda group: size)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: made.append(group))
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
+    monkeypatch.setattr(ProcessGroup, "post_shift", shift)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: [None] * sizes[0])
     group: Any = object()
-    ProcessGroup(group, torch.device(device))
-    assert made == [group] * calls
+    own = ProcessGroup(group, torch.device(device))
+    assert made == [group, own] * calls
 
 
 def test_a_group_of_one_never_communicates() -> None:

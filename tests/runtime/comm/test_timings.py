@@ -62,7 +62,7 @@ def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
     assert trace["otherData"]["step"] == "measured"
     ends: dict[str, float] = {}
     for rank, actions in enumerate(program.schedule):
-        own = [s for s in spans if s["pid"] == s["tid"] == rank and s["name"] != "gradients of weights"]
+        own = [s for s in spans if s["pid"] == s["tid"] == rank and s["name"] != "products beside a message"]
         (sums,) = (span for span in spans if span["pid"] == rank and span["tid"] // 2 == 3)
         computed = [str(action) for action in actions if action.kind.computes]
         assert [span["name"] for span in own] == computed
@@ -91,7 +91,7 @@ def test_measured_traces_have_the_format_of_predicted_ones(tmp_path: Path) -> No
     (measured, ran), (predicted, foreseen) = (read_spans(tmp_path / name) for name in ("step.json", "predicted.json"))
     assert measured.keys() == predicted.keys()
     assert {frozenset(span) for span in ran} == {frozenset(span) for span in foreseen}
-    inside = {"gradients of weights", "all-reduce over the tensor ranks"}
+    inside = {"products beside a message", "message of the tensor ranks"}
     assert {span["name"] for span in ran} - inside <= {span["name"] for span in foreseen}
     names = ("process_name", "thread_name")
     for rank in range(2):
@@ -106,7 +106,7 @@ def test_the_tensor_ranks_sums_are_shown_beside_gradients_of_weights(tmp_path: P
     for rank in range(2):
         own = [span for span in spans if span["pid"] == rank]
         backwards = [span for span in own if span["cat"] == "backward"]
-        sums, weights = ([span for span in own if span["cat"] == name] for name in ("tensor", "weights"))
+        sums, weights = ([span for span in own if span["cat"] == name] for name in ("tensor", "products"))
         targets = [node.target for stage in program.stages[rank::2] for node in stage.graph.nodes]
         hidden = sum(target in collectives.COPIED for target in targets)
         forwards = [span for span in own if span["cat"] == "forward"]

@@ -98,7 +98,7 @@ def test_all_reduces_beside_computing_are_hidden() -> None:
         ("tensor", 0, 0, 102.0, 104.0),  # with nothing beside it
         (Kind.BACKWARD, 0, 0, 106.0, 114.0),
         ("tensor", 0, 0, 107.0, 112.0),
-        ("weights", 0, 0, 107.0, 110.0),  # beside it
+        ("products", 0, 0, 107.0, 110.0),  # beside it
         ("data", 0, 0, 113.0, 119.0),
     ]
     measured = Measured(torch.device("cpu"), list(spans), 100.0, 120.0)
