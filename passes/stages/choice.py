@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from autoptd.passes.cost.schedule_times import ActionTimes, Order, order_actions, step_seconds
+from autoptd.passes.cost.schedule_times import ActionTimes, Order, step_seconds, walking_order
 from autoptd.passes.stages.cost_sequence import CostSequence, Ints, Memory, fold, undominated
 from autoptd.passes.stages.solver import Cut, cut_sequence
-from autoptd.runtime.program.schedule import COMPUTING, Kind
+from autoptd.runtime.program.schedule import COMPUTING, Kind, make_schedule
 
 # The ceiling of stages and the effort of `cut_sequence` for each candidate: the dynamic programme's even cut; balanced
 # ranks of stages about as even; and of any stages, as on a slow network, whose step is often short only after moves.
@@ -63,7 +63,7 @@ class Pipeline:
     @cached_property
     def _orders(self) -> list[Order]:
         counts = (self.m,) if self.m <= 4 * self.p else (2 * self.p, 4 * self.p)
-        return [order_actions(self.schedule, self.p, count, self.v)[1] for count in counts]
+        return [walking_order(make_schedule(self.schedule, self.p, count, self.v)) for count in counts]
 
     @property
     def moves(self) -> int:
