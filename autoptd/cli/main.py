@@ -21,7 +21,8 @@ from autoptd.cli.model_path import make_model
 from autoptd.compiled import CompiledProgram
 from autoptd.compiler import compile
 from autoptd.loading import load
-from autoptd.passes.cost.cluster import Cluster, suggest
+from autoptd.passes.cost.cluster import Cluster, suggest, write_tables
+from autoptd.passes.cost.throughput import format_speed
 from autoptd.passes.recompute import MODES
 from autoptd.planning.plan import RECOMPUTE
 from autoptd.planning.search import plan
@@ -69,8 +70,6 @@ class Outcome(NamedTuple):
 
 def _plan(args: argparse.Namespace) -> Outcome:
     """Find the mesh, model chunks, microbatches and recomputation that train a model fastest."""
-    if args.top < 1:
-        raise ValueError(f"--top is {args.top}: expected a positive number of plans")
     plans = plan(make_model(args.model), **_given(args, plan))
     meshes = [(own.tensor, own.pipeline, own.data) for own in plans]
     options, plain = {**plans[0].options, "mesh": ",".join(map(str, meshes[0]))}, inspect.signature(compile).parameters
@@ -78,8 +77,12 @@ def _plan(args: argparse.Namespace) -> Outcome:
     words = [word for name, own in chosen for word in ([f"--no-{name}"] if own is False else [f"--{name}", str(own)])]
     command = shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])
     found = [{"mesh": mesh, **asdict(replace(own, given={}))} for mesh, own in zip(meshes, plans, strict=True)]
-    lines = [Cluster.load(args.cluster).expect(plans[0].step_seconds), command]
-    return Outcome(found[: args.top], lambda console: tables.print_plans(console, plans, args.top, lines))
+    speeds = [own.throughput.describe(args.tokens, args.price) for own in plans]
+    found = [row | speed for row, speed in zip(found, speeds, strict=True)]
+    shown, best = [own for own in plans if own.simulated][: args.top], format_speed(speeds[0]).items()
+    lines = ["the best: " + ", ".join(f"{words} {value}" for words, value in best)]
+    lines += [Cluster.load(args.cluster).expect(plans[0].step_seconds), command]
+    return Outcome(found[: args.top], lambda console: tables.print_plans(console, shown, len(plans), lines))
 
 
 def _compile(args: argparse.Namespace) -> Outcome:
@@ -102,12 +105,12 @@ def _describe_program(program: CompiledProgram) -> Outcome:
 def _simulate(args: argparse.Namespace) -> Outcome:
     """Time a training step of a saved program on a described cluster."""
     _check_file(args.trace)
-    training = _given(args, CompiledProgram.simulate)
-    simulation = _load(args.program).simulate(args.cluster, args.dtype, **training)
+    simulation = _load(args.program).simulate(args.cluster, args.dtype, **_given(args, CompiledProgram.simulate))
     if args.trace:
         simulation.save_trace(args.trace)
-    found = _describe_simulation(simulation)
-    return Outcome(found, lambda console: tables.print_simulation(console, simulation))
+    speed = simulation.throughput.describe(args.tokens, args.price)
+    found = _describe_simulation(simulation) | speed
+    return Outcome(found, lambda console: tables.print_simulation(console, simulation, speed))
 
 
 def _verify(args: argparse.Namespace) -> Outcome:
@@ -132,12 +135,8 @@ def _check_file(path: Path | None) -> None:
     if path is None:
         return
     place = path if path.exists() else path.parent
-    checks = {
-        "is a folder": path.is_dir(),
-        "is not a folder": not path.parent.is_dir(),
-        "is not writable": not os.access(place, os.W_OK),
-    }
-    for wrong in (wrong for wrong, found in checks.items() if found):
+    if path.is_dir() or not path.parent.is_dir() or not os.access(place, os.W_OK):
+        wrong = "is a folder" if path.is_dir() else "is not writable" if path.parent.is_dir() else "is not a folder"
         raise ValueError(f"{place} {wrong}: give a file to write, in a folder that exists")
 
 
@@ -159,7 +158,8 @@ def _calibrate(args: argparse.Namespace) -> Outcome:
     """Measure this machine: a cluster for the other commands, in a .toml file."""
     _check_file(args.output)
     cluster = calibrate(args.output, **_given(args, calibrate))
-    return Outcome(asdict(cluster), lambda console: tables.print_cluster(console, cluster))
+    lines = write_tables(cluster, "measured", {})
+    return Outcome(asdict(cluster), lambda console: tables.print_lines(console, lines))
 
 
 def _load(folder: Path, model: str | None = None) -> CompiledProgram:
@@ -249,11 +249,13 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     },
     "--expert": {"type": int, "help": "ranks over which experts of a mixture are divided; default the tensor ranks"},
     "--seed": {"type": int, "help": "of weights, dropout and batches"},
-    "--top": {"type": int, "default": 10, "help": "how many plans to show"},
+    "--top": {"type": int, "default": 12, "help": "meshes to simulate and show"},
     "--model": {"help": "the plain model, module:callable"},
     "--overlap": {**FLAG, "help": "send messages and sum gradients while the device computes"},
     "--wide-gradients": {**FLAG, "help": "sum gradients in at least float32"},
     "--zero": {"type": int, "default": 0, "help": "1: the replicas share the optimizer's states"},
+    "--tokens": {"type": float, "help": "of a whole training: print its days"},
+    "--price": {"type": float, "help": "of a device-hour: print the cost of --tokens"},
     "--trace": {"type": Path, "help": "write a chrome trace: step.json or step.json.gz"},
     "--devices": {"type": int, "help": "processes that share this machine's cores; default one for each"},
     "--seconds": {"type": float, "help": "how long to measure, about"},
@@ -262,12 +264,12 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
 }
 STEP = "--cluster! --dtype --overlap --wide-gradients --zero"
 COMMANDS: Mapping[Callable[[argparse.Namespace], Outcome], str] = {
-    _plan: f"model --world-size! --global-batch! {STEP} --max-tensor --microbatch-size --num-model-chunks --schedule "
-    "--recompute --top",
+    _plan: f"model --world-size! --global-batch! {STEP} --mesh --max-tensor --microbatch-size --num-model-chunks "
+    "--schedule --recompute --top --tokens --price",
     _compile: "model --mesh! --output! --microbatch-size --num-microbatches --num-model-chunks --schedule --recompute "
     f"--expert --seed --world-size --global-batch {STEP.replace('!', '')}",
     _inspect: "program",
-    _simulate: f"program {STEP} --trace",
+    _simulate: f"program {STEP} --trace --tokens --price",
     _verify: "program --model! --seed",
     _calibrate: "--output --devices --seconds",
     _report: f"program {STEP} --output! --model",

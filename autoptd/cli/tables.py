@@ -1,21 +1,21 @@
 """Print the results of the command line: tables on a terminal, plain columns elsewhere."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.call_work import describe_uncounted
+from autoptd.passes.cost.throughput import format_speed
 from autoptd.planning.plan import Plan
-from autoptd.reports.summary import format_seconds, format_tflops
-from autoptd.simulate.step import Simulation, describe_uncounted
+from autoptd.reports.summary import format_seconds, list_numbers
+from autoptd.simulate.step import Simulation
 from autoptd.text.comments import write_bytes
 
 PLAIN_WIDTH = 110  # of what goes to a file or a pipe
 SHOWN_RANKS = 16
-MARKS = {True: "", False: " (!)", None: " (?)"}
 
 
 def open_console() -> Console:
@@ -24,52 +24,20 @@ def open_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
-def print_simulation(console: Console, simulation: Simulation) -> None:
+def print_simulation(console: Console, simulation: Simulation, speed: Mapping[str, float]) -> None:
     """Print the step's time with its breakdown, and the memory of every rank."""
-    numbers = [
-        ("step", format_seconds(simulation.step_seconds)),
-        ("per device", f"{format_tflops(simulation.tflops_per_device)} TFLOP/s"),
-        ("model FLOPs utilisation", f"{simulation.mfu:.1%}"),
-        ("bubble over work", f"{simulation.bubble_fraction:.1%}"),
-    ]
     console.print(f"[bold]{escape(simulation.cluster.name)}[/], {simulation.dtype}")
-    _print_table(console, ("", ""), numbers)
-    print_lines(console, [simulation.cluster.expect(simulation.step_seconds)])
-    console.print(f"pipeline rank {simulation.critical_rank}, which works most")
+    _print_table(console, ("", ""), {**list_numbers(simulation), **format_speed(speed)}.items())
     step = simulation.step_seconds
+    print_lines(console, [simulation.cluster.expect(step), *describe_uncounted(simulation.uncounted)])
+    console.print(f"pipeline rank {simulation.critical_rank}, which works most")
     spent = [(n, format_seconds(s), f"{s / step:.1%}") for n, s in simulation.breakdown.items()]
     _print_table(console, ("kind", "time", "of the step"), spent)
     _print_memory(console, simulation)
-    print_lines(console, describe_uncounted(simulation.uncounted))
 
 
-def print_cluster(console: Console, cluster: Cluster) -> None:
-    """Print what the devices and the links inside a node reach."""
-    device, node = cluster.device, cluster.node
-    moved = write_bytes(round(device.memory_bandwidth * device.memory_efficiency))
-    launch = device.graphed_launch_seconds
-    console.print(f"[bold]{escape(cluster.name)}[/]")
-    least = f", {format_seconds(node.latency_seconds)} at least"
-    rates = [
-        (f"products in {dtype}", f"{format_tflops(device.gemm_efficiency * peak / 1e12)} TFLOP/s")
-        for dtype, peak in device.peak_flops.items()
-    ]
-    rates += [
-        ("other kernels", f"{moved}/s, or {format_tflops(device.vector_flops / 1e12)} TFLOP/s"),
-        ("memory", write_bytes(round(device.memory_bytes))),
-        ("a launch", format_seconds(device.launch_seconds)),
-        *([("a launch in a CUDA graph", format_seconds(launch))] if launch else []),
-        ("messages", f"{write_bytes(round(node.message_rate))}/s{least}"),
-        ("collectives", f"{write_bytes(round(node.collective_rate))}/s{least}"),
-    ]
-    _print_table(console, ("", "of a device"), rates)
-
-
-def print_plans(console: Console, plans: Sequence[Plan], shown: int, lines: Iterable[str]) -> None:
-    """Print the best plans, and `lines` on the first: how far to trust it, and the command that compiles it.
-
-    >= marks a time that is a lower bound, and a mark a memory that may not fit.
-    """
+def print_plans(console: Console, plans: Sequence[Plan], considered: int, lines: Iterable[str]) -> None:
+    """Print the best plans, of so many `considered`, and `lines` on the first: speed, trust and command."""
     head = ("t", "p", "d", "v", "b", "m", "schedule", "recompute", "step", "memory", "why")
     rows = [
         [
@@ -77,19 +45,15 @@ def print_plans(console: Console, plans: Sequence[Plan], shown: int, lines: Iter
             f"{plan.data}{f' e={plan.expert}' if plan.expert else ''}",
             str(plan.num_model_chunks),
             *(str(n) for n in (plan.microbatch_size, plan.num_microbatches, plan.schedule, plan.recompute)),
-            f"{'' if plan.simulated else '>= '}{format_seconds(plan.step_seconds)}",
-            f"{'' if plan.simulated else '>= '}{write_bytes(plan.memory_bytes)}{MARKS[plan.fits]}",
-            plan.why,
+            *(format_seconds(plan.step_seconds), write_bytes(plan.memory_bytes), plan.why),
         ]
-        for plan in plans[:shown]
+        for plan in plans
     ]
     _print_table(console, head, rows, words=(6, 7, 10))
     console.print("t tensor, p pipeline, d data ranks; v model chunks a rank; m microbatches of b sequences")
-    if not all(plan.fits for plan in plans[:shown]):
-        console.print("(!) does not fit, (?) unknown: not simulated")
     print_lines(console, describe_uncounted(plans[0].uncounted))
-    if len(plans) > shown:
-        console.print(f"and {len(plans) - shown} more; --top shows them")
+    if considered > len(plans):
+        console.print(f"{considered - len(plans)} more meshes are slower or do not fit: --top, --mesh, --json")
     print_lines(console, lines)
 
 

@@ -79,8 +79,8 @@ class Estimator:
         self._dtype = dtype
         model = read_quantized(model)
         check_model(model)
-        self._examples = read_examples(model, example_inputs, loss_fn, None)
-        self._model, self._short = model, shorten_model(model, self._examples)
+        self.examples = read_examples(model, example_inputs, loss_fn, None)
+        self._model, self._short = model, shorten_model(model, self.examples)
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
         self._scatter_gather, self._options = scatter_gather, options
         self._once = cache(operator.call)  # of the model captured, arranged, divided
@@ -94,7 +94,7 @@ class Estimator:
         """The number of sequences in the given examples, or None without any."""
         if self._given["example_inputs"] is None:
             return None
-        dims = (i.shape[i.batch_dim] for i in self._examples.inputs if i.batch_dim is not None)
+        dims = (i.shape[i.batch_dim] for i in self.examples.inputs if i.batch_dim is not None)
         return min(dims, default=1)
 
     def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int, expert: int = 0) -> LayerCosts:

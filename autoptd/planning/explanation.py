@@ -66,8 +66,7 @@ class Explanation:
     def recommended(self) -> Change | None:
         """The change with the shortest step that fits in memory; None if the program fits and none is worth it."""
         size = self.simulation.cluster.device.usable_bytes
-        known = [change for change in self.changes if change.trains_alike and not change.refused]
-        fitting = [change for change in known if change.memory_bytes <= size]
+        fitting = [c for c in self.changes if c.trains_alike and not c.refused and c.memory_bytes <= size]
         best = min(fitting, key=lambda change: change.seconds_per_sequence, default=None)
         worth = best is not None and best.seconds_per_sequence < 1 - WORTH
         return best if worth or not self.simulation.fits else None
@@ -79,9 +78,7 @@ class Explanation:
             return f"recommended: {self.recommended}" + ", which fits" * (not self.simulation.fits)
         if self.simulation.fits:
             return f"no other setting here saves {WORTH:.0%} of the time: keep these; autoptd.plan compares all meshes"
-        return (
-            "no setting here fits: autoptd.plan searches all meshes, microbatches and recomputation for one that does"
-        )
+        return "no setting here fits: autoptd.plan searches all meshes, microbatch sizes and recomputation for one"
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -124,8 +121,7 @@ def explain_program(
     divided = any(n.target in collectives.SCATTERED for stage in stages for n in stage.graph.nodes)
     cluster, device = simulation.cluster, manifest.device
     options = options or Options(manifest.recompute, sequence_parallel=divided, device=device, cluster=cluster)
-    if reordered:
-        model = None
+    model = None if reordered else model
     changes = [*_simulate_changes(manifest, stages, simulation, training, larger=model is None)]
     if model is None:
         changes.append(Change("other settings", refused=REORDERED if reordered else UNKNOWN))

@@ -7,9 +7,10 @@ from typing import Any
 
 from sympy import divisors
 
+from autoptd.passes.cost.call_work import describe_uncounted
 from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.throughput import Throughput
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.simulate.step import describe_uncounted
 
 RECOMPUTE = ("none", "selective", "full")
 MOST_CHUNKS = 8  # more save little bubble and send as much again
@@ -78,7 +79,7 @@ class Plan(Candidate):
     `memory_bytes` is the peak of the fullest rank. Otherwise both are lower bounds for the mesh with any settings, and
     the settings are those with the lowest bound; then `fits` is False if the bound exceeds the memory, and None if it
     is unknown. `why` is the reason why the plan is the best, or its largest loss. `given` are the arguments of
-    `autoptd.compile` that it was planned with; `uncounted` as of `Simulation`.
+    `autoptd.compile` that it was planned with; `uncounted` as of `Simulation`, and a step has so many `tokens`.
     """
 
     step_seconds: float
@@ -88,6 +89,11 @@ class Plan(Candidate):
     why: str = ""
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     uncounted: Mapping[str, float] = field(default_factory=dict)
+    tokens: int = 0
+
+    @property
+    def throughput(self) -> Throughput:
+        return Throughput(self.step_seconds, self.mesh.size, self.tokens)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -131,6 +137,7 @@ class Space:
     num_model_chunks: int | None = None
     schedule: str | None = None
     recompute: str | None = None
+    mesh: Mesh | None = None
 
     def meshes(self) -> Iterator[tuple[int, int, int]]:
         """Yield all (t, p, d) whose replicas divide the batch; tensor groups span nodes only with `max_tensor`."""
@@ -138,7 +145,7 @@ class Space:
             if t <= self.max_tensor if self.max_tensor else self._in_node(t):
                 for p in divisors(self.world_size // t):
                     d = self.world_size // t // p
-                    if self.global_batch % d == 0:
+                    if self.global_batch % d == 0 and self.mesh in (None, Mesh(t, p, d)):
                         yield t, p, d
 
     def _in_node(self, t: int) -> bool:

@@ -19,8 +19,9 @@ from torch import nn
 from autoptd.capture.fake_module import leave_modes
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import list_examples
-from autoptd.options import Options, check_counts, check_flags, check_free_counts, check_modes
+from autoptd.options import Options, check_counts, check_flags, check_free_counts, check_modes, read_mesh
 from autoptd.passes.cost.cluster import Cluster
+from autoptd.passes.cost.throughput import count_tokens
 from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.recompute import find_cores
 from autoptd.planning.estimator import Estimate, Estimator
@@ -31,6 +32,7 @@ from autoptd.simulate.step import Training
 
 SLACK = 0.95  # factor of an extrapolated bound
 SEARCHED = 8192  # forwards of a step at most for which a cut is searched that is not the best: it takes too long
+STATES = 0.5  # of a rank's memory, above which they are what does not fit
 TRIED = 4  # candidates that need least memory, tried if none fits
 
 
@@ -43,6 +45,8 @@ def plan(
     global_batch: int,
     cluster: Cluster | str | Path,
     dtype: str | None = None,
+    mesh: tuple[int, int, int] | Mesh | None = None,
+    top: int = 1,
     max_tensor: int | None = None,
     microbatch_size: int | None = None,
     num_model_chunks: int | None = None,
@@ -72,6 +76,8 @@ def plan(
         global_batch: sequences in a step, of all replicas.
         cluster: see `Cluster.load`, which takes a name or path too.
         dtype: computes in this type; default the model's own.
+        mesh: (tensor, pipeline, data): the result is the best plan of all meshes, and that of this one.
+        top: meshes to simulate at least, for comparison, in the order of their bounds.
         max_tensor: tensor ranks at most; default what one node holds.
         microbatch_size, num_model_chunks, schedule, recompute: what is fixed; default: what is best. Of
             `example_inputs` the microbatch size is their own; of several input shapes the first is planned for.
@@ -88,7 +94,7 @@ def plan(
     check_flags(fuse=fuse, scatter_gather=scatter_gather)
     if recompute not in (None, *RECOMPUTE):
         raise ValueError(f"recompute={recompute!r}: expected {', '.join(map(repr, RECOMPUTE))}, or None for any")
-    check_counts(world_size=world_size, global_batch=global_batch)
+    check_counts(world_size=world_size, global_batch=global_batch, top=top)
     check_free_counts(max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks)
     described = Cluster.load(cluster)
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn}
@@ -99,9 +105,18 @@ def plan(
     estimator = Estimator(model, described, world_size, dtype, Training(**run), **given)
     size = microbatch_size or estimator.example_size
     fixed = (max_tensor, size, num_model_chunks, schedule, recompute)
-    plans = Search(estimator, Space(world_size, global_batch, described, *fixed)).run()
+    plans = _search(estimator, Space(world_size, global_batch, described, *fixed), mesh, top)
     known = {**written, **run, "dtype": dtype, "scatter_gather": scatter_gather, "cluster": cluster}
     return tuple(replace(own, given=known) for own in plans)
+
+
+def _search(estimator: Estimator, space: Space, mesh: tuple[int, ...] | Mesh | None, top: int) -> tuple[Plan, ...]:
+    """Return the plans of all meshes, or the best of them and that of one `mesh`."""
+    best, *others = Search(estimator, space).run(top)
+    if mesh is not None:
+        own, *_ = Search(estimator, replace(space, mesh=read_mesh(mesh))).run()
+        others = [replace(own, why=explain_rank(own, (best, own)))] * (own.mesh != best.mesh)
+    return best, *others
 
 
 class Search:
@@ -123,8 +138,8 @@ class Search:
         self._full: dict[Mesh, list[tuple[float, Candidate]]] = {}
         self._best = math.inf
 
-    def run(self) -> tuple[Plan, ...]:
-        """Return the plans of all meshes; raise ValueError if none fits."""
+    def run(self, top: int = 1) -> tuple[Plan, ...]:
+        """Return the plans of all meshes, the `top` simulated; raise ValueError if none fits."""
         whole, cores = self._whole, bool(find_cores(self._whole.row.stage.graph))
         candidates = list(self._space.candidates(whole.layers, whole.units, whole.experts, cores=cores))
         if not candidates:
@@ -134,7 +149,7 @@ class Search:
         for index, candidate in enumerate(candidates):
             if not self._is_too_full(candidate):
                 heapq.heappush(heap, (self._extrapolate(candidate), index, 0))
-        while heap and heap[0][0] <= self._best:
+        while heap and (heap[0][0] <= self._best or len(self._found) < top):
             bound, index, level = heapq.heappop(heap)
             candidate = candidates[index]
             found = self._found.get(candidate.mesh)
@@ -278,7 +293,8 @@ class Search:
                 over = (need - self._limit) / 1e9
                 why = f"does not fit: at least {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
                 plans.append(_plan(candidate, self._extrapolate(candidate), round(need), False, why=why))
-        return tuple(replace(own, uncounted=self._estimator.uncounted) for own in plans)
+        tokens = self._space.global_batch * count_tokens(self._estimator.examples.inputs)
+        return tuple(replace(own, uncounted=self._estimator.uncounted, tokens=tokens) for own in plans)
 
     def _explain_full(self) -> str:
 
@@ -297,9 +313,18 @@ class Search:
         ways += ["a smaller microbatch"] * (self._size > 1)
         ways += ['recompute="full"'] * (self._space.recompute not in (None, RECOMPUTE[-1]))
         ways += ["zero=1 (parallel.shard_optimizer)"] * (not self._estimator.training.zero)
+        row = self._estimator.measure(*candidate.key)
+        held = self._estimator.training.states(row.precision, candidate.data).held(row.owned)
+        share = sum(held.values()) / candidate.pipeline / max(memory)  # of even ranks
+        ways += [
+            "LoRA, whose frozen weights have no gradients (there is no division of weights over replicas here)"
+            if share > STATES
+            else "shorter sequences (there is no context parallelism here, which divides a sequence over ranks)"
+        ]
         return (
             f"no plan fits in memory: {candidate} needs least, and its pipeline rank {worst} holds {max(memory):,} "
-            f"bytes, {max(memory) - limit:,} more than a device's {limit:,}; use {', or '.join(ways)}"
+            f"bytes, {max(memory) - limit:,} more than a device's {limit:,}; {min(1, share):.0%} are weights, "
+            f"gradients and the optimizer's states; use {', or '.join(ways)}"
         )
 
     def _explain_none(self) -> str:

@@ -9,11 +9,13 @@ from colorsys import hls_to_rgb
 from html import escape
 from pathlib import Path
 
+from autoptd.passes.cost.call_work import describe_uncounted
+from autoptd.passes.cost.throughput import format_speed
 from autoptd.reports.overview import Overview, StageOverview
-from autoptd.reports.summary import describe_sums, format_seconds, format_tflops, headline
+from autoptd.reports.summary import describe_sums, format_seconds, headline, list_numbers
 from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.runtime.program.schedule import Action, Kind
-from autoptd.simulate.step import Simulation, describe_uncounted
+from autoptd.simulate.step import Simulation
 from autoptd.text.comments import write_bytes
 
 TEMPLATE = Path(__file__).parent / "report.html"
@@ -58,10 +60,8 @@ def _tiles(simulation: Simulation) -> Iterator[str]:
     fullest, size = max(simulation.memory_bytes), simulation.cluster.device.usable_bytes
     verdict = "fits" if simulation.fits else "does not fit"
     shown = {
-        "step": format_seconds(simulation.step_seconds),
-        "TFLOP/s per device": format_tflops(simulation.tflops_per_device),
-        "model FLOPs utilisation": f"{simulation.mfu:.1%}",
-        "bubble over work": f"{simulation.bubble_fraction:.1%}",
+        **list_numbers(simulation),
+        **format_speed(simulation.throughput.describe()),
         f"peak memory, {verdict} in {write_bytes(round(size))}": write_bytes(fullest),
         f"predicted, {simulation.dtype}": simulation.cluster.name,
     }

@@ -6,6 +6,7 @@ from textwrap import wrap
 
 from autoptd.reports.overview import Overview, StageOverview
 from autoptd.runtime.program.mesh import Mesh
+from autoptd.simulate.step import Simulation
 from autoptd.text.comments import write_bytes
 
 SHOWN_STAGES = 16  # of a longer table, equal neighbours are left out
@@ -95,6 +96,16 @@ def format_seconds(seconds: float) -> str:
 def format_tflops(rate: float) -> str:
     """Format "176.9" from 10 TFLOP/s on, with two digits below."""
     return f"{rate:.1f}" if rate >= 10 else f"{rate:.2g}"
+
+
+def list_numbers(simulation: Simulation) -> dict[str, str]:
+    """Return the numbers of a simulated step in words."""
+    return {
+        "step": format_seconds(simulation.step_seconds),
+        "TFLOP/s per device": format_tflops(simulation.tflops_per_device),
+        "model FLOPs utilisation": f"{simulation.mfu:.1%}",
+        "bubble over work": f"{simulation.bubble_fraction:.1%}",
+    }
 
 
 # Communication

@@ -6,10 +6,11 @@ from itertools import chain
 from pathlib import Path
 
 from autoptd.options import check_flags
-from autoptd.passes.cost.call_work import find_uncounted
+from autoptd.passes.cost.call_work import describe_uncounted, find_uncounted
 from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.cost.durations import DTYPES, Precision
 from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walk, walking_order
+from autoptd.passes.cost.throughput import Throughput, count_tokens
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime.comm.trace import Phase, Rows, TimelineEntry, write_trace
 from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
@@ -47,6 +48,7 @@ class Simulation:
     memory: tuple[tuple[tuple[float, int], ...], ...]
     timeline: tuple[tuple[TimelineEntry, ...], ...]
     phases: tuple[Phase, ...]
+    throughput: Throughput
     uncounted: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -72,13 +74,6 @@ class Simulation:
             f"{'within' if self.fits else 'more than'} {device.memory_bytes / 1e9:.3g} GB"
             + "".join(f"\n{line}" for line in describe_uncounted(self.uncounted))
         )
-
-
-def describe_uncounted(uncounted: Mapping[str, float]) -> Iterator[str]:
-    """Yield a line that says what a prediction does not know."""
-    if uncounted:
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in uncounted.items())
-        yield f"not known: no rule counts the products of {shares} of the FLOPs at most, and the step may take longer"
 
 
 @dataclass(frozen=True)
@@ -174,6 +169,7 @@ def simulate_times(
         for held, (_, activations, buffers) in zip(static, peaks, strict=True)
     ]
     totals = [round(sum(held.values())) for held in memory]
+    sequences = manifest.microbatch_size * m * manifest.mesh.data
     computed = precision.dtype if manifest.autocast is None else DTYPES[manifest.autocast]
     return Simulation(
         cluster,
@@ -192,6 +188,7 @@ def simulate_times(
         ),
         timeline=timeline,
         phases=phases,
+        throughput=Throughput(step, manifest.mesh.size, sequences * count_tokens(manifest.inputs)),
     )
 
 

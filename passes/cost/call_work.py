@@ -1,7 +1,7 @@
 """The work and the memory of a stage's calls: the one ledger of the cut, the planner and the simulator."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -64,6 +64,13 @@ def find_uncounted(stages: Sequence[Stage]) -> dict[str, float]:
             hidden[operator_name(node.target)] += 3 * bound_hidden(node)
     whole = hidden.total() and hidden.total() + sum(map(count_flops, stages))
     return {name: flops / whole for name, flops in hidden.items() if flops > UNCOUNTED * whole}
+
+
+def describe_uncounted(uncounted: Mapping[str, float]) -> Iterator[str]:
+    """Yield a line that says what a prediction does not know."""
+    if uncounted:
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in uncounted.items())
+        yield f"not known: no rule counts the products of {shares} of the FLOPs at most, and the step may take longer"
 
 
 def _product_flops(work: Work) -> float:

@@ -29,6 +29,7 @@ from samples.gpt import GPT, GPTConfig
 from tests.marks import slow
 
 ROOT = Path(__file__).parents[3]
+SPEED = ("--tokens", "1e9", "--price", "2.5")
 MODEL = """
 import torch
 from torch import nn
@@ -111,7 +112,7 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = read_json(capsys, *words, "--top", 2)
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=4, n_head=4, n_embd=32))
-    plans = autoptd.plan(model, world_size=4, global_batch=8, cluster="dgx-a100", recompute="full")
+    plans = autoptd.plan(model, world_size=4, global_batch=8, cluster="dgx-a100", recompute="full", top=2)
     assert len(found) == 2 < len(plans)
     assert [plan["step_seconds"] for plan in found] == [plan.step_seconds for plan in plans[:2]]
     assert found[0]["mesh"] == [plans[0].mesh.tensor, plans[0].mesh.pipeline, plans[0].mesh.data]
@@ -119,7 +120,8 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--top", "1"]) == 0
     shown = capsys.readouterr().out
     assert plans[0].why.split()[0] in shown
-    assert f"and {len(plans) - 1} more" in shown
+    assert f"{len(plans) - 1} more meshes" in shown
+    assert "the best: tokens per second " in shown
     command = next(line for line in shown.splitlines() if line.startswith("autoptd compile"))
     assert main([*shlex.split(command)[1:-1], str(tmp_path / "out")]) == 0  # it is one that works
     assert autoptd.load(tmp_path / "out").mesh == plans[0].mesh
@@ -156,11 +158,13 @@ def test_inspect(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_simulate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "step.json"
-    words = ("simulate", folder, "--cluster", "dgx-a100", "--dtype", "bf16", "--zero", "1", "--overlap")
+    words = ("simulate", folder, "--cluster", "dgx-a100", "--dtype", "bf16", "--zero", "1", "--overlap", *SPEED)
     found = read_json(capsys, *words, "--trace", trace)
     step = autoptd.load(folder).simulate("dgx-a100", "bf16", zero=1, overlap=True)
     assert found["step_seconds"] == step.step_seconds
     assert found["breakdown"] == dict(step.breakdown)
+    assert step.throughput.tokens == 8 * 16  # microbatches of one sequence
+    assert step.throughput.describe(1e9, 2.5).items() <= found.items()
     assert found["memory_bytes"] == list(step.memory_bytes)
     assert found["fits"] is True
     assert found["device_memory_bytes"] == 80e9
@@ -168,6 +172,7 @@ def test_simulate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*map(str, words)]) == 0
     shown = capsys.readouterr().out
     assert "DGX A100 (Selene), bf16" in shown
+    assert re.search(r"tokens per second per device +[\d,]+\n", shown)
     assert "fits in 75.2 GB" in shown
     assert autoptd.Cluster.load("dgx-a100").expect(step.step_seconds) in " ".join(shown.split())
 
@@ -286,7 +291,7 @@ def test_other_ranks_are_silent(
         ("verify {folder} --model samples.gtp:GPT", "No module named 'samples.gtp'"),
         *(
             (f"plan samples.gpt:make_model --world-size 8 --global-batch 8 --cluster dgx-a100 --top {top}", said)
-            for top, said in ((0, "--top is 0: expected a positive"), (-1, "--top is -1: expected a positive"))
+            for top, said in ((0, "top is 0; expected a positive"), (-1, "top is -1; expected a positive"))
         ),
         (
             "plan samples.gpt:make_model --world-size 8 --global-batch 8 --cluster dgx-a100 --schedule=",
@@ -418,7 +423,7 @@ def test_tables_on_a_terminal(folder: Path) -> None:
         program.stages, ("[red]cut[/]",), program.texts, program.manifest, program.buffers, "[bold]mine[/]"
     )
     print_lines(console, str(named).splitlines())
-    print_simulation(console, program.simulate("dgx-a100"))
+    print_simulation(console, program.simulate("dgx-a100"), {"days": 0.5})
     shown = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
     assert shown != screen.getvalue()
     assert "[bold]mine[/]" in shown  # a user's names are no markup

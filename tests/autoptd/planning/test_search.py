@@ -315,7 +315,7 @@ def test_an_estimate_is_of_how_a_step_is_run() -> None:
 
 def test_plans_know_how_a_step_is_run() -> None:
     """What fits only divided among the replicas is planned so, and the program's own simulation says the same."""
-    size: Any = {"world_size": 4, "global_batch": 16, "cluster": with_memory(45e6), "max_tensor": 1}
+    size: Any = {"world_size": 4, "global_batch": 16, "cluster": with_memory(50e6), "max_tensor": 1}
     whole, divided = (autoptd.plan(make_gpt(), **size, zero=zero) for zero in (0, 1))
     assert min(own.mesh.pipeline for own in divided if own.fits is not False) < min(
         own.mesh.pipeline for own in whole if own.fits is not False
@@ -384,7 +384,7 @@ def test_no_tensor_group_leaves_its_node_unless_asked() -> None:
 
 
 def test_every_plan_says_why() -> None:
-    plans = autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=with_memory(50e6))
+    plans = autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=with_memory(50e6), top=3)
     assert plans[0].why.startswith("the fastest that fits")
     kinds = [(own.fits is False, not own.simulated) for own in plans]
     assert kinds == sorted(kinds)
@@ -395,12 +395,46 @@ def test_every_plan_says_why() -> None:
             assert "does not fit" in own.why
         elif not own.simulated:
             assert "not simulated: at least" in own.why
+    assert sum(own.simulated for own in plans) >= 3
     screen = StringIO()
-    print_plans(Console(file=screen, width=200), plans, len(plans), ["autoptd compile"])
-    table = screen.getvalue().split("t tensor,")[0]
-    for mark, fits in (("(!)", False), ("(?)", None)):
-        assert table.count(mark) == sum(own.fits is fits for own in plans) > 0
-    assert "(!) does not fit, (?) unknown: not simulated" in screen.getvalue()
+    shown = [own for own in plans if own.simulated]
+    print_plans(Console(file=screen, width=200), shown, len(plans), ["autoptd compile"])
+    assert all(own.why in screen.getvalue() for own in shown)
+    assert f"{len(plans) - len(shown)} more meshes are slower or do not fit" in screen.getvalue()
+
+
+def test_one_mesh_is_planned_beside_the_best() -> None:
+    size: Any = {"world_size": 4, "global_batch": 8}
+    best, asked = autoptd.plan(make_gpt(), cluster=SELENE, mesh=(1, 4, 1), **size)
+    plans = autoptd.plan(make_gpt(), cluster=SELENE, **size, top=20)
+    assert best.mesh == plans[0].mesh != asked.mesh == Mesh(1, 4, 1)
+    assert asked.simulated
+    assert asked.step_seconds <= next(own.step_seconds for own in plans if own.mesh == asked.mesh)
+    assert "% slower: " in asked.why
+    (same,) = autoptd.plan(make_gpt(), cluster=SELENE, mesh=best.mesh, **size)
+    assert same.step_seconds == best.step_seconds
+    with pytest.raises(ValueError, match="divides into no mesh"):
+        autoptd.plan(make_gpt(), cluster=SELENE, mesh=(1, 3, 1), **size)
+    with pytest.raises(ValueError, match="no plan fits in memory: mesh tensor=1 pipeline=1 data=4"):
+        autoptd.plan(make_gpt(), cluster=with_memory(36e6), mesh=(1, 1, 4), **size)
+
+
+def test_a_speed_is_of_tokens_and_gives_days_and_their_cost() -> None:
+    (best, *_) = autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=SELENE)
+    assert best.tokens == 8 * MIDDLE.block_size
+    speed = best.throughput.describe(1e9, 2.5)
+    assert speed["tokens_per_second"] == pytest.approx(best.tokens / best.step_seconds)
+    assert speed["tokens_per_second_per_device"] == pytest.approx(speed["tokens_per_second"] / 4)
+    assert speed["days"] == pytest.approx(1e9 / speed["tokens_per_second"] / 86400)
+    assert speed["cost"] == pytest.approx(speed["days"] * 24 * 4 * 2.5)
+    assert best.throughput.describe(1e9).keys() == speed.keys() - {"cost"}
+    for wrong in ((0.0, None), (1e9, -1.0)):
+        with pytest.raises(ValueError, match="expected positive numbers"):
+            best.throughput.describe(*wrong)
+    pictures = replace(best, tokens=0).throughput
+    assert pictures.describe() == {}
+    with pytest.raises(ValueError, match="for a model that takes tokens"):
+        pictures.describe(1e9)
 
 
 @pytest.mark.parametrize("memory", [80e9, 25e6])
@@ -433,9 +467,10 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_bytes_that_are_missing() 
     held, over = (int(word.replace(",", "")) for word in re.findall(r"\d[\d,]{3,}", message)[:2])
     assert "pipeline rank" in message
     assert held - over == 1_000_000
-    assert message.endswith("use more devices, or devices with more memory, or zero=1 (parallel.shard_optimizer)")
+    assert "% are weights, gradients and the optimizer's states; use more devices, or devices with more" in message
+    assert message.endswith("have no gradients (there is no division of weights over replicas here)")
     fixed: Any = {"microbatch_size": 2, "recompute": "none", "zero": 1, "cluster": with_memory(1e6)}
-    with pytest.raises(ValueError, match=r'devices with more memory, or a smaller microbatch, or recompute="full"$'):
+    with pytest.raises(ValueError, match=r'devices with more memory, or a smaller microbatch, or recompute="full", or'):
         autoptd.plan(make_gpt(), world_size=4, global_batch=4, **fixed)
     estimator, space = Estimator(make_gpt(), SELENE, 4), Space(4, 4, SELENE)
     row = estimator.measure(1, 1, "none")
