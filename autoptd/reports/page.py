@@ -5,7 +5,6 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from colorsys import hls_to_rgb
 from html import escape
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from autoptd.passes.cost.call_work import describe_uncounted
 from autoptd.passes.cost.throughput import format_speed
 from autoptd.reports.overview import Overview, StageOverview
 from autoptd.reports.summary import describe_sums, format_seconds, headline, list_numbers
-from autoptd.runtime.comm.trace import TimelineEntry
-from autoptd.runtime.program.schedule import Action, Kind
+from autoptd.runtime.comm.trace import TimelineEntry, box_code, box_colours
 from autoptd.simulate.step import Simulation
 from autoptd.text.comments import write_bytes
 
@@ -128,7 +126,7 @@ def _drawing(program: Overview, simulation: Simulation) -> dict[str, object]:
     return {
         "seconds": simulation.step_seconds,
         "ticks": TICKS,
-        "colours": _box_colours(program.num_model_chunks),
+        "colours": box_colours(program.num_model_chunks),
         "capacity": simulation.cluster.device.memory_bytes,
         "rows": [_row(row, p, tick) for row in simulation.timeline],
         "phases": [[own.rank, own.name, round(own.start / tick), round(own.end / tick)] for own in phases],
@@ -139,32 +137,15 @@ def _drawing(program: Overview, simulation: Simulation) -> dict[str, object]:
 
 
 def _row(row: Sequence[TimelineEntry], num_ranks: int, tick: float) -> dict[str, list[int]]:
-    """Return one rank's forwards and backwards in columns: `_box_code`, microbatch, gap, length."""
+    """Return one rank's forwards and backwards in columns: `box_code`, microbatch, gap, length."""
     boxes = [entry for entry in row if entry.action.kind.computes]
     begins, ends = [round(box.start / tick) for box in boxes], [round(box.end / tick) for box in boxes]
     return {
-        "code": [_box_code(box.action, num_ranks) for box in boxes],
+        "code": [box_code(box.action, num_ranks) for box in boxes],
         "microbatch": [box.action.microbatch for box in boxes],
         "gap": [begin - last for begin, last in zip(begins, [0, *ends[:-1]], strict=True)],
         "length": [end - begin for begin, end in zip(begins, ends, strict=True)],
     }
-
-
-def _box_colours(chunks: int) -> list[tuple[str, str]]:
-    """Return fill and ink of chunk 0's forward, its backward, chunk 1's forward, …; later chunks are lighter."""
-    found = []
-    for chunk in range(chunks):
-        light = 0.36 + 0.36 * chunk / (chunks - 1) if chunks > 1 else 0.42
-        for hue, saturation in ((213 / 360, 0.55), (95 / 360, 0.38)):
-            red, green, blue = (round(255 * part) for part in hls_to_rgb(hue, light, saturation))
-            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140  # as the eye weighs them
-            found.append((f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if dark else "#111111"))
-    return found
-
-
-def _box_code(action: Action, num_ranks: int) -> int:
-    """Return the index of a forward or backward in `_box_colours`."""
-    return 2 * (action.stage // num_ranks) + (action.kind is Kind.BACKWARD)
 
 
 def _course(course: Sequence[tuple[float, int]], step_seconds: float, unit: float) -> list[int]:

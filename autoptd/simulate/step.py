@@ -12,7 +12,7 @@ from autoptd.passes.cost.durations import DTYPES, Precision
 from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walk, walking_order
 from autoptd.passes.cost.throughput import Throughput, count_tokens
 from autoptd.passes.ir.program import Stage
-from autoptd.runtime.comm.trace import Phase, Rows, TimelineEntry, write_trace
+from autoptd.runtime.comm.trace import Phase, Rows, TimelineEntry, write_svg, write_trace
 from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
@@ -60,6 +60,10 @@ class Simulation:
         """Write a Chrome trace for Perfetto; a `path` that ends in .gz is compressed."""
         about = {"step": "predicted", "cluster": self.cluster.name, "dtype": self.dtype}
         write_trace(path, self.timeline, self.phases, self.memory, about)
+
+    def save_svg(self, path: str | Path) -> None:
+        """Write a picture like SC21 Figure 4."""
+        write_svg(path, self.timeline, self.phases)
 
     def __str__(self) -> str:
         parts = [f"{name} {seconds / self.step_seconds:.1%}" for name, seconds in self.breakdown.items()]

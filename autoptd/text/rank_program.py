@@ -1,4 +1,4 @@
-"""The program of one rank: its place in the mesh, its slices, and its text."""
+"""The program of one rank: its place in the mesh, its peers, its slices, and its text."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -50,6 +50,11 @@ class RankProgram:
     @property
     def coordinates(self) -> Coordinates:
         return self.manifest.mesh.coordinates(self.rank)
+
+    @property
+    def peers(self) -> dict[str, tuple[int, ...]]:
+        """Return the global ranks of its process groups by axis; its pipeline neighbours lie beside it in theirs."""
+        return {axis: self.manifest.mesh.group(axis, self.rank) for axis in self.manifest.mesh.axes}
 
     @cached_property
     def schedule(self) -> tuple[Action, ...]:

@@ -1,8 +1,9 @@
-"""The timeline of a pipeline's ranks, predicted or measured, and its chrome trace, which Perfetto opens."""
+"""The timeline of a pipeline's ranks, predicted or measured: a chrome trace, which Perfetto opens, and a picture."""
 
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from colorsys import hls_to_rgb
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,3 +101,42 @@ def _span(
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+WIDTH, ROW = 1200, 24  # of a picture
+
+
+def write_svg(path: str | Path, rows: Rows, phases: Sequence[Phase]) -> None:
+    """Write a picture like SC21 Figure 4: a row for each pipeline rank, and microbatches' numbers where they fit.
+
+    Forwards are blue, backwards green, those of later chunks lighter; behind them are sums of gradients and optimizer.
+    """
+    scale = WIDTH / max([row[-1].end for row in rows] + [phase.end for phase in phases])
+    colours = box_colours(1 + max(entry.action.stage for row in rows for entry in row) // len(rows))
+    drawn = [(e, *colours[box_code(e.action, len(rows))], e.action.microbatch) for row in rows for e in row]
+    boxes: list[Any] = [box for box in drawn if box[0].action.kind.computes]
+    boxes += [(phase, "#d97a2b" if phase.name == "data" else "#8064a2", "", "") for phase in phases]
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{ROW * len(rows)}" font-size="10">']
+    for span, fill, ink, number in boxes:
+        left, top, width = span.start * scale, span.rank * ROW, (span.end - span.start) * scale
+        lines.append(f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW - 4}" fill="{fill}"/>')
+        if ink and width > 6 * len(str(number)) + 2:
+            lines.append(f'<text x="{left + 2:.2f}" y="{top + 14}" fill="{ink}">{number}</text>')
+    Path(path).write_text("\n".join([*lines, "</svg>"]) + "\n")
+
+
+def box_colours(chunks: int) -> list[tuple[str, str]]:
+    """Return fill and ink of chunk 0's forward, its backward, chunk 1's forward, …; later chunks are lighter."""
+    found = []
+    for chunk in range(chunks):
+        light = 0.36 + 0.36 * chunk / (chunks - 1) if chunks > 1 else 0.42
+        for hue, saturation in ((213 / 360, 0.55), (95 / 360, 0.38)):
+            red, green, blue = (round(255 * part) for part in hls_to_rgb(hue, light, saturation))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140  # as the eye weighs them
+            found.append((f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if dark else "#111111"))
+    return found
+
+
+def box_code(action: Action, num_ranks: int) -> int:
+    """Return the index of a forward or backward in `box_colours`."""
+    return 2 * (action.stage // num_ranks) + (action.kind is Kind.BACKWARD)

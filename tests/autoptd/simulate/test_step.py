@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from autoptd.passes.cost.schedule_times import ActionTimes, walk, walking_order
 from autoptd.passes.cost.work import backward_work
 from autoptd.passes.ir.program import Stage, find_trained, recomputed_groups
 from autoptd.runtime import collectives
+from autoptd.runtime.comm.trace import box_colours, write_svg
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Kind, assign_slots, make_schedule
 from autoptd.simulate.stage_times import WorkTimes
@@ -464,6 +466,15 @@ def test_a_traces_events_nest(tmp_path: Path) -> None:
             assert after[0] >= before[1]
 
 
+def test_a_picture_of_a_long_step_has_every_box(tmp_path: Path) -> None:
+    step = autoptd.simulate_schedule("gpipe", p=4, m=800, forward_seconds=1.0, backward_seconds=2.0)
+    write_svg(tmp_path / "step.svg", step.timeline, ())
+    boxes = [e.attrib for e in ElementTree.parse(tmp_path / "step.svg").iter() if e.tag.endswith("rect")]
+    assert {box["fill"] for box in boxes} == {fill for fill, _ in box_colours(1)}
+    assert len(boxes) == 4 * 800 * 2
+    assert sum(float(box["width"]) for box in boxes) == pytest.approx(4 * 1200 * 800 / 803, rel=0.01)
+
+
 def test_files_to_look_at(tmp_path: Path) -> None:
     program = compile_gpt((1, 2, 2), num_microbatches=4, num_model_chunks=2)
     simulated = program.simulate(SELENE)
@@ -475,6 +486,11 @@ def test_files_to_look_at(tmp_path: Path) -> None:
     names = [str(action) for row in program.schedule for action in row if action.kind.computes]
     assert sorted(e["name"] for e in spans if e["tid"] == e["pid"]) == sorted(names)
     assert sorted(e["name"] for e in spans if e["tid"] // 2 == 3) == 2 * ["optimizer"] + 2 * ["sums of gradients"]
+    simulated.save_svg(tmp_path / "step.svg")
+    picture = ElementTree.parse(tmp_path / "step.svg").getroot()
+    assert picture.tag.endswith("svg")
+    assert {element.text for element in picture.iter() if element.tag.endswith("text")} <= {"0", "1", "2", "3"}
+    assert sum(element.tag.endswith("rect") for element in picture.iter()) == len(names) + 4
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

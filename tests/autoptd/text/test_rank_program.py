@@ -24,6 +24,7 @@ def rank_program(rank: int, tensor: int = 2) -> tuple[RankProgram, Manifest]:
 def test_where_it_stands() -> None:
     program, _ = rank_program(3)
     assert program.coordinates == Coordinates(data=0, pipeline=1, tensor=1)
+    assert program.peers == {"tensor": (2, 3), "pipeline": (1, 3), "data": (3,)}
     assert [str(action) for action in program.schedule[:3]] == ["1RECV_F0", "1F0", "1RECV_F1"]
     assert "def stage_1(" in program.code
 
