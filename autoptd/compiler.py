@@ -128,7 +128,7 @@ def _compile(
     defaults = {"schedule": "interleaved_1f1b", "num_microbatches": 8 * known.pipeline, "recompute": "none"}
     job |= {name: value for name, value in defaults.items() if job[name] is None}
     job["cluster"] = None if job["cluster"] is None else Cluster.load(job["cluster"])
-    job["training"] = Training(*(job.pop(name) for name in ("overlap", "zero", "wide_gradients")))
+    job["training"] = Training(job["overlap"], *(job.pop(name) for name in ("zero", "wide_gradients")))
     chosen = Options(**{field.name: job.pop(field.name) for field in fields(Options)})
     options.check_modes(schedule=job["schedule"], recompute=chosen.recompute, layout=chosen.layout)
     by_tokens = chosen.sequence_parallel

@@ -28,6 +28,7 @@ class Options:
     sequence_parallel: bool | None = None
     device: str | torch.device | None = None
     cluster: Cluster | None = None
+    overlap: bool = True
 
 
 def read_mesh(mesh: object) -> Mesh:

@@ -44,7 +44,7 @@ PASSES = (
     # Here `passes.stages` cuts the program. It times operators as the kernels that the passes below make of them.
     Pass("recompute activations", "finish", lambda o: partial(recompute_activations, recompute=o.recompute)),
     Pass("fuse operators", "finish", lambda o: fuse_operators if o.fuse else None),
-    Pass("overlap reductions", "finish", lambda o: partial(overlap_reductions, cluster=o.cluster)),
+    Pass("overlap reductions", "finish", lambda o: partial(overlap_reductions, cluster=o.cluster, overlap=o.overlap)),
 )
 
 

@@ -100,7 +100,7 @@ def plan(
     given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn}
     written: Any = {"layout": layout, "rules": rules, "sequence_parallel": sequence_parallel, "fuse": fuse}
     written |= {"device": device}
-    given |= {"scatter_gather": scatter_gather, "options": Options(cluster=described, **written)}
+    given |= {"scatter_gather": scatter_gather, "options": Options(cluster=described, overlap=overlap, **written)}
     run: Any = {"overlap": overlap, "zero": zero, "wide_gradients": wide_gradients}
     estimator = Estimator(model, described, world_size, dtype, Training(**run), **given)
     size = microbatch_size or estimator.example_size

@@ -31,17 +31,17 @@ from autoptd.runtime import aten, collectives, kernels
 LEAST_GAIN = 0.99  # of the time of a product and its message, for pieces of them
 
 
-def overlap_reductions(program: Program, cluster: Cluster | None = None) -> Program:
+def overlap_reductions(program: Program, cluster: Cluster | None = None, overlap: bool = True) -> Program:
     """Join every f with its readers, if they are linears with weights to train; the log says why others stay.
 
-    The gathers and scatters of divided tokens run in pieces where that pays on the `cluster`, by default the paper's.
+    With `overlap`, gathers and scatters of tokens run in pieces where that pays on the `cluster`, default the paper's.
     Raises ValueError where what is written has another shape or dtype than what it stands for.
     """
     if program.mesh.tensor == 1:
         return program
     propagation = Propagation(program.mesh)
     writer = ChainWriter(propagation)
-    durations = Durations(cluster or Cluster.load("dgx-a100"), program.mesh, Precision.of(program.stages))
+    durations = Durations(cluster or Cluster.load("dgx-a100"), program.mesh, Precision.of(program.stages), overlap)
     in_pieces = 0
     found: Counter[str] = Counter()  # by the reasons why they stay
     stages = []

@@ -349,6 +349,7 @@ def test_pieces_are_chosen_by_the_cost_model() -> None:
     core = replace(SLOW, device=replace(SLOW.device, multiprocessors=1))
     for cluster in (core, SELENE, None):
         assert "pieces" not in compile_gpt((2, 1, 1), cluster=cluster).log[-1]
+    assert "pieces" not in compile_gpt((2, 1, 1), cluster=SLOW, overlap=False).log[-1]
 
 
 # By default
