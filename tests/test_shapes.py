@@ -485,4 +485,4 @@ def test_a_step_is_measured_in_its_own_shape() -> None:
         return found
 
     for kinds in run_ranks(work, 2):
-        assert all({*COMPUTING, "tensor", "weights"} <= own for own in kinds)
+        assert all({*COMPUTING, "tensor", "products"} <= own for own in kinds)

@@ -75,10 +75,9 @@ def _divide_messages(graph: fx.Graph, writer: ChainWriter, propagation: Propagat
         if node.kwargs.get("gathered"):
             before, kept = seconds(node), node.kwargs
             node.kwargs = {**kept, "gathered": "in pieces"}
-            if seconds(node) < LEAST_GAIN * before:
-                count += 1
-            else:
-                node.kwargs = kept
+            saves = seconds(node) < LEAST_GAIN * before
+            node.kwargs = node.kwargs if saves else kept
+            count += saves
         elif is_call(node, collectives.reduce_scatter) and node.args[2] == 0 and is_single(node.args[1]):
             product = _read_linear(node.args[1])
             if product is not None and product.bias is None:

@@ -80,7 +80,7 @@ def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
     for name, fixed in manifest.fixed.items():
         value = given.get(name)
         try:
-            same = name not in given or _write(encode_value(value, name)) == _write(fixed)
+            same = name not in given or ((own := encode_value(value, name)) == fixed and _write(own) == _write(fixed))
         except TypeError:
             same = False
         if not same:
@@ -92,7 +92,7 @@ def _check_fixed(manifest: Manifest, given: Mapping[str, Any]) -> None:
 
 
 def _write(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)  # which tells True from 1
+    return json.dumps(json.loads(json.dumps(value, sort_keys=True), parse_int=float))  # which tells True from 1
 
 
 def find_shape(manifests: Sequence[Manifest], given: Mapping[str, Any]) -> int:
