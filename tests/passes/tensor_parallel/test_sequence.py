@@ -278,13 +278,13 @@ def test_gathers_and_scatters_in_pieces(mesh: tuple[int, int, int], options: dic
     assert [node.kwargs["gathered"] for node in nodes if "gathered" in node.kwargs] == ["in pieces"] * 5
     assert sum(node.target is collectives.scattered_linear for node in nodes) == 4
     assert "reduce-scatter" in program.texts[0]
-    verify(program)
     rows = given["microbatch_size"] * 2 * mesh[2]
     batch = {name: torch.randint(0, 66, (rows, 16)) for name in ("idx", "targets")}
     (found,), (expected,) = (
         train_compiled(program, [batch]).steps, train_plain(model, [batch], 2 * mesh[2]).steps
     )  # fmt: skip
     compare(found, expected)
+    verify(program)  # last: its threads, as they end, may hold a lock that a forked rank would wait for
 
 
 class OneRegion(nn.Module):
