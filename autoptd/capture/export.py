@@ -131,7 +131,7 @@ def check_model(model: object) -> None:
     made = isinstance(model, (DataParallel, DistributedDataParallel, Parallel)) or hasattr(model, "_orig_mod")
     if made or "FSDP" in name:
         way = "pass the plain module (model.module, or that before torch.compile), and data in the mesh"
-        raise TypeError(f"model is a {name}; {way}")
+        raise TypeError(f"model is wrapped in {name}, or compiled already; {way}")
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise TypeError(
