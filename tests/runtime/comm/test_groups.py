@@ -149,6 +149,26 @@ def test_a_group_of_gpus_is_connected_when_it_is_made(
     assert made == [group, own] * calls
 
 
+@RUNNERS
+def test_a_ring_goes_from_each_rank_to_the_next(run: Callable[..., list[Any]]) -> None:
+    """Of three: two ranks would not tell the next one from the one before."""
+
+    def work(rank: Rank) -> list[list[float]]:
+        group = rank.group("tensor")
+        own = torch.tensor([float(group.index)])
+        taken = group.post_shift(own, torch.empty(1)).wait()
+        order, whole = [], torch.empty(3, 1)
+        rank.gather_in_pieces(own, whole, lambda at: order.append(float(whole[at])))
+        total = rank.scatter_in_pieces(lambda at: torch.tensor([10.0**group.index * (at + 1)]))
+        return [taken.tolist(), order, whole.flatten().tolist(), total.tolist()]
+
+    assert run(Mesh(3, 1, 1), work) == [
+        [[2.0], [0.0, 2.0, 1.0], [0.0, 1.0, 2.0], [111.0]],
+        [[0.0], [1.0, 0.0, 2.0], [0.0, 1.0, 2.0], [222.0]],
+        [[1.0], [2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [333.0]],
+    ]
+
+
 def test_a_group_of_one_never_communicates() -> None:
     rank = Rank.local(Mesh(1, 1, 1))
     x = torch.ones(3)
