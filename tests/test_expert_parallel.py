@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -150,6 +151,22 @@ def test_a_checkpoint_goes_on_with_other_expert_ranks(tmp_path: Path, sharded: b
             optimizer.step()
             optimizer.zero_grad()
     compare_states(found, {n: x for n, x in plain.state_dict().items() if n in found}, tolerance=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("mesh", [(1, 1, 8), (8, 1, 1)])
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3"])
+def test_more_than_95_percent_of_a_published_mixture_are_divided(name: str, mesh: tuple[int, int, int]) -> None:
+    """Mixtral 8x7B and DeepSeek-V3 671B, the sizes that transformers gives without any."""
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(use_cache=False))
+    ids = torch.zeros(1, 64, dtype=torch.long)
+    program = autoptd.compile(model, mesh, expert=8, example_inputs={"input_ids": ids, "labels": ids})
+    elements = {True: 0, False: 0}
+    for entry in program.manifest.parameters.values():
+        elements[any(own.dim is not None for own in entry.placement.values())] += math.prod(entry.shape)
+    assert elements[True] > 0.95 * (elements[True] + elements[False])
 
 
 def test_weights_are_drawn_the_same_on_any_expert_ranks() -> None:
