@@ -16,6 +16,7 @@ import autoptd
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.comm.timings import Measured, Span, gather_measured
+from autoptd.runtime.optimizer import gradient_buckets
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Kind
 from samples.gpt import GPT, GPTConfig
@@ -82,6 +83,18 @@ def test_a_step_is_written_as_it_ran(tmp_path: Path) -> None:
     _, forwards = read_spans(tmp_path / "forwards.json")
     assert {span["cat"] for span in forwards} == {"forward", "tensor"}
     assert not (tmp_path / "none.json").exists()
+
+
+def test_the_replicas_sums_begin_in_the_last_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one stage too, as DistributedDataParallel's do."""
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 2**14)
+    model = GPT(GPTConfig(vocab_size=64, block_size=16, n_layer=4, n_head=4, n_embd=32))
+    program = autoptd.compile(model, mesh=(1, 1, 2), num_microbatches=4, microbatch_size=1)
+    run_ranks(take_steps, 2, program, tmp_path)
+    _, spans = read_spans(tmp_path / "step.json")
+    (sums,) = (span for span in spans if span["name"] == "sums of gradients")
+    (last,) = (span for span in spans if span["name"] == "0B3")
+    assert last["ts"] < sums["ts"] < last["ts"] + last["dur"] < sums["ts"] + sums["dur"]
 
 
 def test_measured_traces_have_the_format_of_predicted_ones(tmp_path: Path) -> None:
