@@ -42,7 +42,7 @@ from autoptd.simulate.step import Training, action_times, check_ranks, simulate_
 DEFAULTS = Options()
 ROUNDING = 1e-12  # of a sum of times
 WALKED = 2048  # forwards of a step that is simulated whole
-Divided = tuple[Manifest, Sequence[StageTimes]]  # for timing alone, into stages
+Divided = tuple[Manifest, Sequence[StageTimes], float]  # for timing alone, into stages; the schedule's seconds
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,12 @@ class Estimator:
 
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of a step's schedule; raise ValueError for an impossible candidate."""
+        return self._known_stages(candidate)[2]
+
+    def _time_schedule(self, candidate: Candidate, times: Sequence[StageTimes]) -> float:
         p, m = candidate.pipeline, candidate.num_microbatches
         shares = self._shares(candidate)
-        walks = [self._walk(candidate, count) for count, _ in shares]
+        walks = [self._walk(candidate, times, count) for count, _ in shares]
         line = sum(share * walk[0] for (_, share), walk in zip(shares, walks, strict=True))
         count, (seconds, busy, work) = shares[0][0], walks[0]
         if busy + (m - count) * work <= line * (1 + ROUNDING):
@@ -123,7 +126,7 @@ class Estimator:
         # A rank that is idle in short steps decides this one, from where its work has taken up what it was idle.
         slope = (line - seconds) / (m - count)
         turn = min(m, count + p * math.ceil((seconds - busy) / (work - slope) / p))
-        return self._walk(candidate, turn)[0] + (m - turn) * work
+        return self._walk(candidate, times, turn)[0] + (m - turn) * work
 
     def fit(self, candidate: Candidate, limit: int | None, *, search: bool = False) -> Estimate:
         """Estimate a step that is cut within `limit` bytes a rank if possible.
@@ -139,14 +142,14 @@ class Estimator:
     def estimate(self, candidate: Candidate) -> Estimate:
         """Estimate a step and its parts, of stages without a limit; raise ValueError for an impossible candidate."""
         p, m = candidate.pipeline, candidate.num_microbatches
-        manifest, times = self._known_stages(candidate)
+        manifest, times, pipelined = self._known_stages(candidate)
         count = self._shares(candidate)[0][0]
         schedule, order = schedule_times.order_actions(candidate.schedule, p, count, candidate.num_model_chunks)
         manifest = replace(manifest, num_microbatches=count)
         precision = self._row(candidate).precision
         short = simulate_times(manifest, times, schedule, order, self.cluster, precision, self.training)
         walked = max(row[-1].end for row in short.timeline)
-        seconds = short.step_seconds + self.pipeline_seconds(candidate) - walked
+        seconds = short.step_seconds + pipelined - walked
         repeated = ("compute", "tensor", "pipeline")
         breakdown = {name: s * (m / count if name in repeated else 1) for name, s in short.breakdown.items()}
         breakdown["bubble"] += seconds - sum(breakdown.values())
@@ -164,9 +167,8 @@ class Estimator:
         more = (m - count) / p
         return (count, 1 + more), (count - p, -more)
 
-    def _walk(self, candidate: Candidate, microbatches: int) -> tuple[float, float, float]:
+    def _walk(self, candidate: Candidate, times: Sequence[StageTimes], microbatches: int) -> tuple[float, float, float]:
         """Return the seconds of a schedule; of the rank that decides longer ones, those busy, and per microbatch."""
-        _, times = self._known_stages(candidate)
         p, more = candidate.pipeline, candidate.num_microbatches - microbatches
         _, order = schedule_times.order_actions(candidate.schedule, p, microbatches, candidate.num_model_chunks)
         blocking = not self.training.overlap
@@ -193,7 +195,8 @@ class Estimator:
         row, mesh, v = self._row(candidate), candidate.mesh, candidate.num_model_chunks
         given: Any = {"limit": limit, "training": self.training, "scatter_gather": self._scatter_gather}
         cut, _ = find_cut(row, mesh, candidate.schedule, candidate.num_microbatches, v, search=search, **given)
-        return row.divide(mesh, v, self._scatter_gather, cut.positions)
+        manifest, times = row.divide(mesh, v, self._scatter_gather, cut.positions)
+        return manifest, times, self._time_schedule(candidate, times)
 
     def _row(self, candidate: Candidate) -> LayerCosts:
         """Return the costs of a candidate's calls; those that send rows to experts depend on where its ranks are."""

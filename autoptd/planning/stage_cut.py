@@ -10,7 +10,7 @@ from autoptd.passes.stages.cut import fit_cut
 from autoptd.passes.stages.solver import Cut
 from autoptd.planning.layer_costs import LayerCosts
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.simulate.step import Training, simulate_times
+from autoptd.simulate.step import Training, hold_memory
 
 
 def find_cut(
@@ -37,15 +37,17 @@ def find_cut(
         return choose_cut(pipeline, search=search), ()
     # A longer step holds no more, but with GPipe.
     count = num_microbatches if schedule == "gpipe" else min(num_microbatches, 3 * p)
-    actions, order = order_actions(schedule, p, count, chunks)
+    actions, _ = order_actions(schedule, p, count, chunks)
+    states = training.states(costs.precision, mesh.data)
 
     def hold(cut: Cut) -> Sequence[int]:
         manifest, times = costs.divide(mesh, chunks, scatter_gather, cut.positions)
         manifest = replace(manifest, num_microbatches=count)
-        return simulate_times(manifest, times, actions, order, costs.cluster, costs.precision, training).memory_bytes
+        _, memory = hold_memory(manifest, times, actions, costs.cluster, states)
+        return [round(sum(own.values())) for own in memory]
 
     alive = live_microbatches(actions, p * chunks, lasting=costs.cluster.device.has_graphs)
-    memory = costs.memory(alive, training.states(costs.precision, mesh.data), [0] * p, limit)
+    memory = costs.memory(alive, states, [0] * p, limit)
     found = fit_cut(partial(choose_cut, pipeline, search=search), hold, memory)
     if max(found[1]) > limit and search and chunks > 1:
         even = fit_cut(partial(choose_cut, pipeline, search=False), hold, memory)

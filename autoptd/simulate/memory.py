@@ -9,7 +9,6 @@ from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.program import Stage, find_reached, find_trained, split_results
 from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
-from autoptd.runtime.comm.trace import TimelineEntry
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, last_gradients
@@ -168,34 +167,31 @@ def list_static(
 
 
 def trace_memory(
-    actions: Sequence[Action],
-    entries: Sequence[TimelineEntry],
-    times: Sequence[StageTimes],
-    scattered: Mapping[int, float],
-) -> Iterator[tuple[float, float, float]]:
-    """Yield (seconds, activation bytes, buffer bytes) at every change of the schedule.
+    actions: Sequence[Action], times: Sequence[StageTimes], scattered: Mapping[int, float]
+) -> Iterator[tuple[int, float, float]]:
+    """Yield (moment, activation bytes, buffer bytes) at every change of a rank's schedule.
 
-    A posted receive holds its buffers until it is used, a forward what the stage keeps for its backward, and a
-    backward what it computes again. After a stage's last one its gradients are `scattered`, into so many bytes.
+    Moment 2i + 1 is the begin of its i-th forward or backward, and 2i + 2 its end. A posted receive holds its buffers
+    until it is used, a forward what the stage keeps for its backward, and a backward what it computes again. After a
+    stage's last one its gradients are `scattered`, into so many bytes.
     """
     ends = last_gradients(actions)
-    computed = (entry for entry in entries if entry.action.kind.computes)
-    activations = buffers = now = 0.0
+    activations = buffers = 0.0
+    moment = 0
     for position, (stage, kind, _) in enumerate(actions):
         own = times[stage]
         if kind.receives:
             buffers += own.arriving[kind.compute]
-            yield now, activations, buffers
+            yield moment, activations, buffers
         elif kind.computes:
-            entry = next(computed)
             if kind is Kind.FORWARD:
                 activations += own.kept
-                yield entry.start, activations, buffers
+                yield moment + 1, activations, buffers
             else:
-                yield entry.start, activations + own.working, buffers
+                yield moment + 1, activations + own.working, buffers
                 activations -= own.kept
             buffers -= own.arriving[kind]
-            now = entry.end
+            moment += 2
             if ends.get(stage) == position:
                 buffers += scattered.get(stage, 0.0)
-            yield now, activations, buffers
+            yield moment, activations, buffers

@@ -20,6 +20,8 @@ from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
 from autoptd.simulate.memory import Owned, States, count_owned, freeze_idle, list_static, trace_memory
 from autoptd.simulate.stage_times import StageTimes, time_stages
 
+Course = list[tuple[int, float]]
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -164,14 +166,7 @@ def simulate_times(
             begin = max(phase.start, pipelined)
             breakdown[phase.name] = breakdown.get(phase.name, 0.0) + max(0.0, phase.end - begin)
     breakdown["bubble"] = step - sum(breakdown.values())
-    static = list_static(manifest, schedule, [time.slot for time in times], owned, states)
-    copied = cluster.device.multiprocessors == 1  # processes on CPUs have gloo
-    courses = _trace_courses(schedule, timeline, times, owned, phases, states, copied)
-    peaks = [max(course, key=lambda held: held[1] + held[2]) for course in courses]
-    memory = [
-        {**held, "activations": activations, "buffers": buffers}
-        for held, (_, activations, buffers) in zip(static, peaks, strict=True)
-    ]
+    courses, memory = hold_memory(manifest, times, schedule, cluster, states)
     totals = [round(sum(held.values())) for held in memory]
     sequences = manifest.microbatch_size * m * manifest.mesh.data
     computed = precision.dtype if manifest.autocast is None else DTYPES[manifest.autocast]
@@ -186,36 +181,44 @@ def simulate_times(
         breakdown=breakdown,
         memory_bytes=tuple(totals),
         held_bytes={name: round(size) for name, size in memory[totals.index(max(totals))].items()},
-        memory=tuple(
-            tuple((at, round(sum(held.values()) + own + buffers)) for at, own, buffers in course)
-            for held, course in zip(static, courses, strict=True)
-        ),
+        memory=tuple(_list_memory(timeline, phases, courses)),
         timeline=timeline,
         phases=phases,
         throughput=Throughput(step, manifest.mesh.size, sequences * count_tokens(manifest.inputs)),
     )
 
 
-def _trace_courses(
-    schedule: Schedule,
-    timeline: Rows,
-    times: Sequence[StageTimes],
-    owned: Sequence[Owned],
-    phases: Iterable[Phase],
-    states: States,
-    copied: bool,
-) -> list[list[tuple[float, float, float]]]:
-    """Return the memory of each rank besides its states, in the schedule (see `trace_memory`) and the `phases`."""
-    courses = []
-    for actions, row, own in zip(schedule, timeline, owned, strict=True):
+def hold_memory(
+    manifest: Manifest, times: Sequence[StageTimes], schedule: Schedule, cluster: Cluster, states: States
+) -> tuple[list[Course], list[dict[str, float]]]:
+    """Return the course of each pipeline rank's bytes, by moments (see `trace_memory`), and what it holds at its peak.
+
+    The last moments are those of the phases after the schedule. None of it depends on when actions run.
+    """
+    copied = cluster.device.multiprocessors == 1  # processes on CPUs have gloo
+    owned = [count_owned(manifest, rank) for rank in range(len(schedule))]
+    static = list_static(manifest, schedule, [time.slot for time in times], owned, states)
+    courses, memory = [], []
+    for actions, own, held in zip(schedule, owned, static, strict=True):
         scattered = {stage: states.scattered(size, copied) for stage, size in own.after.items()}
-        courses.append(list(trace_memory(actions, row, times, scattered)))
-    for phase in phases:
-        own = owned[phase.rank]
-        stepping = phase.name == "optimizer"
-        held = states.copied(own) if stepping else states.scattered(own.trained, copied)
-        courses[phase.rank] += [(phase.start, 0.0, held), (phase.end, 0.0, 0.0)]
-    return courses
+        course = list(trace_memory(actions, times, scattered))
+        for size in (states.scattered(own.trained, copied), states.copied(own)):
+            course += [(course[-1][0] + 1, 0.0, size), (course[-1][0] + 2, 0.0, 0.0)]
+        _, activations, buffers = max(course, key=lambda one: one[1] + one[2])
+        memory.append({**held, "activations": activations, "buffers": buffers})
+        always = sum(held.values())
+        courses.append([(moment, always + kept + more) for moment, kept, more in course])
+    return courses, memory
+
+
+def _list_memory(
+    timeline: Rows, phases: Sequence[Phase], courses: Iterable[Course]
+) -> Iterator[tuple[tuple[float, int], ...]]:
+    """Yield the course of each rank's bytes, by seconds."""
+    for rank, (row, course) in enumerate(zip(timeline, courses, strict=True)):
+        spans = [(e.start, e.end) for e in row if e.action.kind.computes]
+        moments = [0.0, *chain(*spans, *((own.start, own.end) for own in phases if own.rank == rank))]
+        yield tuple((moments[moment], round(size)) for moment, size in course)
 
 
 def action_times(times: Sequence[StageTimes], blocking: bool = False, messages: bool = True) -> ActionTimes:

@@ -30,7 +30,7 @@ def walking_order(schedule: Schedule) -> Order:
     return [step for step in execution_order(schedule) if not step[1].kind.receives]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=48)
 def order_actions(name: str, pipeline: int, microbatches: int, chunks: int) -> tuple[Schedule, Order]:
     """Return a schedule and its `walking_order`."""
     schedule = make_schedule(name, pipeline, microbatches, chunks)
