@@ -112,7 +112,7 @@ class Transformer(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        h, self.a = sizes.h, sizes.a
+        h, self.sizes = sizes.h, sizes
         self.table = nn.Embedding(sizes.vocabulary, h)
         linears = {"packed": (h, 3 * h), "joined": (h, h), "up": (h, 4 * h), "down": (4 * h, h)}
         self.layers = nn.ModuleList()
@@ -126,10 +126,9 @@ class Transformer(nn.Module):
         x = self.table(tokens)
         for layer in self.layers:
             assert isinstance(layer, nn.ModuleDict)
-            b, s, h = x.shape
+            (b, s, h), a = x.shape, self.sizes.a
             q, k, v = (
-                y.view(b, s, self.a, h // self.a).transpose(1, 2)
-                for y in layer["packed"](layer["first"](x)).split(h, dim=2)
+                y.view(b, s, a, h // a).transpose(1, 2) for y in layer["packed"](layer["first"](x)).split(h, dim=2)
             )
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + layer["joined"](mixed.transpose(1, 2).reshape(b, s, h))

@@ -158,6 +158,14 @@ def test_a_link_is_found_again_from_what_it_takes() -> None:
     assert found.latency_seconds == pytest.approx(1e-4, rel=0.01)
 
 
+@pytest.mark.parametrize("sizes", BLOCKS)
+def test_the_steps_that_are_timed_run(sizes: kernel_timing.Sizes) -> None:
+    """Their weights are the constructor's: they are compiled on the meta device."""
+    block = compile_block(sizes, "fp32").bind("cpu")
+    kernel_timing.block_step(block, sizes, torch.device("cpu"))()
+    assert block.last_step.loss > 1
+
+
 @pytest.mark.slow
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a moment, so not well: the file loads, its values are a machine's, and a step can be predicted on it."""
