@@ -76,9 +76,9 @@ def _plan(args: argparse.Namespace) -> Outcome:
     chosen = [(name.replace("_", "-"), own) for name, own in options.items() if own != plain[name].default]
     words = [word for name, own in chosen for word in ([f"--no-{name}"] if own is False else [f"--{name}", str(own)])]
     command = shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])
-    found = [{"mesh": mesh, **asdict(replace(own, given={}))} for mesh, own in zip(meshes, plans, strict=True)]
     speeds = [own.throughput.describe(args.tokens, args.price) for own in plans]
-    found = [row | speed for row, speed in zip(found, speeds, strict=True)]
+    rows = zip(meshes, plans, speeds, strict=True)
+    found = [{"mesh": mesh, **asdict(replace(own, given={})), **speed} for mesh, own, speed in rows]
     shown, best = [own for own in plans if own.simulated][: args.top], format_speed(speeds[0]).items()
     lines = ["the best: " + ", ".join(f"{words} {value}" for words, value in best)]
     lines += [Cluster.load(args.cluster).expect(plans[0].step_seconds), command]

@@ -38,19 +38,16 @@ def print_simulation(console: Console, simulation: Simulation, speed: Mapping[st
 
 def print_plans(console: Console, plans: Sequence[Plan], considered: int, lines: Iterable[str]) -> None:
     """Print the best plans, of so many `considered`, and `lines` on the first: speed, trust and command."""
-    head = ("t", "p", "d", "v", "b", "m", "schedule", "recompute", "step", "memory", "why")
-    rows = [
-        [
-            *(str(n) for n in (plan.tensor, plan.pipeline)),
-            f"{plan.data}{f' e={plan.expert}' if plan.expert else ''}",
-            str(plan.num_model_chunks),
-            *(str(n) for n in (plan.microbatch_size, plan.num_microbatches, plan.schedule, plan.recompute)),
-            *(format_seconds(plan.step_seconds), write_bytes(plan.memory_bytes), plan.why),
-        ]
-        for plan in plans
-    ]
-    _print_table(console, head, rows, words=(6, 7, 10))
+    head = ("t", "p", "d", "v", "b", "m", "schedule", "recompute", "step", "memory", "MFU", "why")
+    rows = []
+    for plan in plans:
+        data = f"{plan.data}{f' e={plan.expert}' if plan.expert else ''}"
+        sizes = plan.tensor, plan.pipeline, data, plan.num_model_chunks, plan.microbatch_size, plan.num_microbatches
+        found = format_seconds(plan.step_seconds), write_bytes(plan.memory_bytes), f"{plan.mfu:.1%}", plan.why
+        rows.append([str(cell) for cell in (*sizes, plan.schedule, plan.recompute, *found)])
+    _print_table(console, head, rows, words=(6, 7, 11))
     console.print("t tensor, p pipeline, d data ranks; v model chunks a rank; m microbatches of b sequences")
+    console.print("memory of the fullest rank; MFU model FLOPs utilisation; why: the largest loss")
     print_lines(console, describe_uncounted(plans[0].uncounted))
     if considered > len(plans):
         console.print(f"{considered - len(plans)} more meshes are slower or do not fit: --top, --mesh, --json")

@@ -13,7 +13,7 @@ from math import gcd
 
 import numpy as np
 
-from autoptd.passes.cost.durations import Durations, Seconds
+from autoptd.passes.cost.durations import DTYPES, Durations, Seconds
 from autoptd.passes.ir.nodes import info
 from autoptd.passes.stages.choice import ItemTimes, Pipeline
 from autoptd.passes.stages.cost_sequence import Memory, fold
@@ -145,8 +145,10 @@ class LayerCosts:
 
     @cached_property
     def least_seconds(self) -> float:
-        """The seconds of one microbatch's FLOPs at the device's peak."""
-        return float(self._held[-1, 1]) / self.cluster.device.peak(self.precision.dtype)
+        """The seconds of one microbatch's FLOPs at the device's peak for the dtype of its products."""
+        autocast = self._program.autocast
+        dtype = DTYPES[autocast.dtype] if autocast else self.precision.dtype
+        return float(self._held[-1, 1]) / self.cluster.device.peak(dtype)
 
     @cached_property
     def kept(self) -> float:

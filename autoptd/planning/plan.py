@@ -13,17 +13,8 @@ from autoptd.passes.cost.throughput import Throughput
 from autoptd.runtime.program.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "full")
+LEAST_SHARE, LEAST_LOSS = 0.005, 0.0005  # less would be printed as 0 %
 MOST_CHUNKS = 8  # more save little bubble and send as much again
-CAUSES = {
-    "compute": "in computing (sizes of GEMMs, recomputation, stages that differ)",
-    "tensor": "in the tensor group's all-reduces",
-    "pipeline": "in messages between stages",
-    "data": "in summing gradients over the replicas",
-    "optimizer": "in the optimizer's step",
-    "bubble": "of bubble",
-}
-
-
 Key = tuple[int, int, str | int, int]  # tensor ranks, microbatch size, recomputation, expert ranks
 
 
@@ -79,7 +70,7 @@ class Plan(Candidate):
     `memory_bytes` is the peak of the fullest rank. Otherwise both are lower bounds for the mesh with any settings, and
     the settings are those with the lowest bound; then `fits` is False if the bound exceeds the memory, and None if it
     is unknown. `why` is the reason why the plan is the best, or its largest loss. `given` are the arguments of
-    `autoptd.compile` that it was planned with; `uncounted` as of `Simulation`, and a step has so many `tokens`.
+    `autoptd.compile` that it was planned with; `uncounted` and `mfu` as of `Simulation`; a step has so many `tokens`.
     """
 
     step_seconds: float
@@ -90,6 +81,7 @@ class Plan(Candidate):
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     uncounted: Mapping[str, float] = field(default_factory=dict)
     tokens: int = 0
+    mfu: float = 0.0
 
     @property
     def throughput(self) -> Throughput:
@@ -113,16 +105,20 @@ class Plan(Candidate):
 
 def explain_rank(plan: Plan, ranked: Sequence[Plan]) -> str:
     """Return the reason for the rank of a simulated plan: its largest loss against the best plan."""
-    best = ranked[0]
+    best, whole = ranked[0], plan.step_seconds
     if plan is best:
         parts = sorted(plan.breakdown.items(), key=lambda part: -part[1])
-        spent = ", ".join(f"{name} {seconds / plan.step_seconds:.0%}" for name, seconds in parts[:3])
-        lead = f", {ranked[1].step_seconds / plan.step_seconds - 1:.1%} ahead of the next" if ranked[1:] else ""
+        spent = ", ".join(f"{name} {s / whole:.0%}" for name, s in parts[:3] if s >= LEAST_SHARE * whole)
+        ahead = ranked[1].step_seconds / whole - 1 if ranked[1:] else 0.0
+        lead = f", {ahead:.1%} ahead of the next" if ahead >= LEAST_LOSS else ""
         return f"the fastest that fits{lead}: {spent}"
-    slower = plan.step_seconds - best.step_seconds
+    slower = whole / best.step_seconds - 1
+    if slower < LEAST_LOSS:
+        return "as fast as the best"
     losses = {name: seconds - best.breakdown.get(name, 0.0) for name, seconds in plan.breakdown.items()}
     worst = max(losses, key=lambda name: losses[name])
-    return f"{slower / best.step_seconds:.1%} slower: {losses[worst]:.3g} s more {CAUSES[worst]}"
+    words = f"{worst} communication" if worst in ("tensor", "pipeline", "data") else worst
+    return f"{slower:.1%} slower: {losses[worst]:.3g} s more {words}"
 
 
 @dataclass(frozen=True)

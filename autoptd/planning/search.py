@@ -25,7 +25,7 @@ from autoptd.passes.cost.throughput import count_tokens
 from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.recompute import find_cores
 from autoptd.planning.estimator import Estimate, Estimator
-from autoptd.planning.plan import RECOMPUTE, Candidate, Key, Plan, Space, explain_rank
+from autoptd.planning.plan import LEAST_LOSS, RECOMPUTE, Candidate, Key, Plan, Space, explain_rank
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Kind, compute_order
 from autoptd.simulate.step import Training
@@ -284,7 +284,8 @@ class Search:
                 seen.add(candidate.mesh)
                 # It was above the best step before that was cut again, which may have made it longer.
                 slower = max(0.0, bound / best[1].step_seconds - 1)
-                why = f"not simulated: at least {slower:.0%} slower, with these settings or others"
+                bounded = f"at least {slower:.1%} slower" if slower >= LEAST_LOSS else "at best as fast"
+                why = f"not simulated: {bounded}, with these settings or others"
                 plans.append(_plan(candidate, bound, round(self._need(candidate)), None, why=why))
         for mesh, full in self._full.items():
             possible = (pair for pair in sorted(full) if self._divides(pair[1]))
@@ -294,7 +295,10 @@ class Search:
                 why = f"does not fit: at least {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
                 plans.append(_plan(candidate, self._extrapolate(candidate), round(need), False, why=why))
         tokens = self._space.global_batch * count_tokens(self._estimator.examples.inputs)
-        return tuple(replace(own, uncounted=self._estimator.uncounted, tokens=tokens) for own in plans)
+        plain = self._estimator.measure(1, self._size, RECOMPUTE[0]).least_seconds / self._size
+        least = plain * self._space.global_batch / self._space.world_size
+        known: Any = {"uncounted": self._estimator.uncounted, "tokens": tokens}
+        return tuple(replace(own, **known, mfu=least / own.step_seconds) for own in plans)
 
     def _explain_full(self) -> str:
 

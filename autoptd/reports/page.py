@@ -11,7 +11,7 @@ from pathlib import Path
 from autoptd.passes.cost.call_work import describe_uncounted
 from autoptd.passes.cost.throughput import format_speed
 from autoptd.reports.overview import Overview, StageOverview
-from autoptd.reports.summary import describe_sums, format_seconds, headline, list_numbers
+from autoptd.reports.summary import describe_sums, format_seconds, headline, list_cells, list_numbers
 from autoptd.runtime.comm.trace import TimelineEntry, box_code, box_colours
 from autoptd.simulate.step import Simulation
 from autoptd.text.comments import write_bytes
@@ -42,7 +42,7 @@ def write_page(
         "explanation": "".join(f"<li>{escape(line)}</li>" for line in reasons),
         "held": "".join(_held(simulation)),
         "communication": "".join(_communication(program)),
-        "stages": "".join(map(_stage_row, program.stages)),
+        "stages": "".join(_stages(program.stages, simulation.critical_rank)),
         "log": "\n".join(map(escape, program.log)),
         "data": _pack(_drawing(program, simulation)),
         "texts": _pack(list(texts)),
@@ -103,12 +103,13 @@ def _communication(program: Overview) -> Iterator[str]:
     yield from (f"<p>{escape(line)}</p>" for line in describe_sums(program))
 
 
-def _stage_row(stage: StageOverview) -> str:
-    names = "".join(f"<td>{escape(path)}</td>" for path in (stage.first, stage.last))
-    sizes = (stage.sent_bytes, stage.unscattered_bytes)
-    sends = [write_bytes(size) if stage.sent_bytes else "" for size in sizes]
-    numbers = [f"{stage.parameters:,}", f"{stage.flops / 1e9:,.4g}", *sends]
-    return f"<tr>{_numbers([stage.index, stage.pipeline_rank])}{names}{_numbers(numbers)}</tr>\n"
+def _stages(stages: Sequence[StageOverview], critical_rank: int) -> Iterator[str]:
+    """Yield a row for each stage; the page keeps in view the largest one of the critical rank."""
+    critical = max((own for own in stages if own.pipeline_rank == critical_rank), key=lambda own: own.flops)
+    for stage in stages:
+        index, rank, first, last, *numbers = list_cells(stage)
+        names, mark = f"<td>{escape(first)}</td><td>{escape(last)}</td>", ' class="critical"' * (stage is critical)
+        yield f"<tr{mark}>{_numbers([index, rank])}{names}{_numbers(numbers)}</tr>\n"
 
 
 def _numbers(cells: Iterable[object]) -> str:

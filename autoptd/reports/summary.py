@@ -49,7 +49,7 @@ _HEAD: Row = ("stage", "rank", "modules", "", "parameters", "GFLOP", "sends", "u
 
 
 def _table(stages: Sequence[StageOverview]) -> Iterator[str]:
-    shown: list[Row] = [_HEAD, *_list_stages(stages)]
+    shown = [list(map(_shorten, row)) for row in (_HEAD, *_list_stages(stages))]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     for row in shown:
         cells = (f"{cell:{'<' if i in (2, 3) else '>'}{widths[i]}}" for i, cell in enumerate(row))
@@ -58,7 +58,7 @@ def _table(stages: Sequence[StageOverview]) -> Iterator[str]:
 
 def _list_stages(stages: Sequence[StageOverview]) -> list[Row]:
     """Return a row per stage under `_HEAD`; in a long table, equal neighbours are one row of dots."""
-    rows, dots = [_row(stage) for stage in stages], ("...",) * len(_HEAD)
+    rows, dots = [list_cells(stage) for stage in stages], ("...",) * len(_HEAD)
     if len(rows) <= SHOWN_STAGES:
         return rows
     shown = rows[:1]
@@ -68,16 +68,16 @@ def _list_stages(stages: Sequence[StageOverview]) -> list[Row]:
     return [row for row, _ in groupby(shown)]
 
 
-def _row(stage: StageOverview) -> Row:
-    gflop = stage.flops / 1e9
+def list_cells(stage: StageOverview) -> Row:
+    """Return the cells of a stage's row, under `_HEAD`."""
     sends = (stage.sent_bytes, stage.unscattered_bytes)
     return (
         str(stage.index),
         str(stage.pipeline_rank),
-        _shorten(stage.first),
-        _shorten(stage.last),
+        stage.first,
+        stage.last,
         f"{stage.parameters:,}",
-        f"{gflop:,.0f}" if gflop >= 100 else f"{gflop:.3g}",
+        format_number(stage.flops / 1e9),
         *(write_bytes(size) if stage.unscattered_bytes else "" for size in sends),
     )
 
@@ -87,22 +87,21 @@ def _shorten(path: str) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format "1.5 ms": three digits."""
+    """Format "1.5 ms"."""
     unit, size = next((u for u in (("s", 1.0), ("ms", 1e-3)) if seconds >= u[1]), ("µs", 1e-6))
-    count = seconds / size
-    return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
+    return f"{format_number(seconds / size)} {unit}"
 
 
-def format_tflops(rate: float) -> str:
-    """Format "176.9" from 10 TFLOP/s on, with two digits below."""
-    return f"{rate:.1f}" if rate >= 10 else f"{rate:.2g}"
+def format_number(number: float) -> str:
+    """Format "1,234", "177", "0.0123": three digits, and all before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def list_numbers(simulation: Simulation) -> dict[str, str]:
     """Return the numbers of a simulated step in words."""
     return {
         "step": format_seconds(simulation.step_seconds),
-        "TFLOP/s per device": format_tflops(simulation.tflops_per_device),
+        "TFLOP/s per device": format_number(simulation.tflops_per_device),
         "model FLOPs utilisation": f"{simulation.mfu:.1%}",
         "bubble over work": f"{simulation.bubble_fraction:.1%}",
     }

@@ -122,6 +122,8 @@ def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plans[0].why.split()[0] in shown
     assert f"{len(plans) - 1} more meshes" in shown
     assert "the best: tokens per second " in shown
+    assert "MFU" in shown
+    assert f" {found[0]['mfu']:.1%} " in shown
     command = next(line for line in shown.splitlines() if line.startswith("autoptd compile"))
     assert main([*shlex.split(command)[1:-1], str(tmp_path / "out")]) == 0  # it is one that works
     assert autoptd.load(tmp_path / "out").mesh == plans[0].mesh

@@ -66,4 +66,5 @@ def test_a_plan_is_what_compiling_it_gives(name: str, cluster: str, world_size: 
     step = autoptd.compile(model, **plan.options, **given).simulate(cluster, zero=zero)
     assert step.fits
     assert step.step_seconds == pytest.approx(plan.step_seconds, rel=CLOSE)
+    assert step.mfu * step.step_seconds == pytest.approx(plan.mfu * plan.step_seconds, rel=1e-6)
     assert max(step.memory_bytes) == pytest.approx(plan.memory_bytes, rel=CLOSE)

@@ -27,7 +27,7 @@ from autoptd.passes.operators.record import OperatorRules
 from autoptd.passes.operators.table import OPERATORS
 from autoptd.passes.stages.choice import choose_cut
 from autoptd.planning.estimator import Estimator
-from autoptd.planning.plan import Candidate, Space
+from autoptd.planning.plan import Candidate, Plan, Space, explain_rank
 from autoptd.planning.search import Search
 from autoptd.planning.shortened_model import shorten_model
 from autoptd.runtime import aten
@@ -383,6 +383,30 @@ def test_no_tensor_group_leaves_its_node_unless_asked() -> None:
     assert {own.mesh.tensor for own in asked} == {1, 2, 4}
 
 
+def test_what_is_almost_nothing_is_not_said() -> None:
+    def make(replicas: int, **spent: float) -> Plan:
+        settings: Any = (1, 1, replicas, 1, 1, 1, "none", "1f1b", sum(spent.values()), 0, True, spent)
+        return Plan(*settings)
+
+    best, alike = make(1, compute=0.996, data=0.004), make(2, compute=0.996, data=0.0044)
+    slower = make(4, compute=0.996, data=0.054)
+    assert explain_rank(best, [best, alike, slower]) == "the fastest that fits: compute 100%"
+    assert explain_rank(alike, [best, alike, slower]) == "as fast as the best"
+    assert explain_rank(slower, [best, slower]) == "5.0% slower: 0.05 s more data communication"
+    assert explain_rank(best, [best, slower]) == "the fastest that fits, 5.0% ahead of the next: compute 100%"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_utilisation_is_that_of_the_compiled_program_whatever_is_computed_again(autocast: bool) -> None:
+    size: Any = {"world_size": 4, "global_batch": 8, "cluster": SELENE, "mesh": (2, 2, 1)}
+    model = make_gpt(dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plans = [*autoptd.plan(model, **size), *autoptd.plan(model, **size, recompute="full", microbatch_size=2)]
+        step = autoptd.compile(model, **plans[-1].options).simulate(SELENE)
+    least = [plan.mfu * plan.step_seconds for plan in plans]  # at the devices' peak
+    assert least == pytest.approx(len(plans) * [step.mfu * step.step_seconds], rel=1e-6)
+
+
 def test_every_plan_says_why() -> None:
     plans = autoptd.plan(make_gpt(), world_size=4, global_batch=8, cluster=with_memory(50e6), top=3)
     assert plans[0].why.startswith("the fastest that fits")
@@ -394,7 +418,8 @@ def test_every_plan_says_why() -> None:
             assert own.memory_bytes > 50e6 * 0.95
             assert "does not fit" in own.why
         elif not own.simulated:
-            assert "not simulated: at least" in own.why
+            assert re.match(r"not simulated: at (least \S+% slower|best as fast), with", own.why)
+            assert "0.0%" not in own.why
     assert sum(own.simulated for own in plans) >= 3
     screen = StringIO()
     shown = [own for own in plans if own.simulated]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.reports.page import LEVELS, MOMENTS, TICKS, write_page
+from autoptd.reports.summary import list_cells
 from autoptd.runtime.program.schedule import COMPUTING
 from samples.gpt import GPT, GPTConfig
 
@@ -95,6 +96,21 @@ def test_the_numbers_are_on_it(page: Path, program: CompiledProgram) -> None:
     assert all(entry in shown for entry in program.log)
     assert all(name in shown for name in (*step.breakdown, *step.held_bytes))
     assert "tied: wte.weight (also lm_head.weight)" in shown
+
+
+def test_the_critical_rank_stays_in_view(page: Path, program: CompiledProgram) -> None:
+    text, critical = page.read_text(encoding="utf-8"), program.simulate("dgx-a100", "bf16").critical_rank
+    (row,) = re.findall('<tr class="critical">(.*)</tr>', text)
+    index, rank = re.findall(r"<td class=.number.>(\d+)</td>", row)[:2]
+    assert int(rank) == critical
+    assert program.overview.stages[int(index)].pipeline_rank == critical
+    assert re.search(r"\.critical td \{ position: sticky; top: [^;]+; bottom: 0;", text)  # wherever it is scrolled to
+
+
+def test_a_stage_reads_alike_on_the_page_and_in_print(page: Path, program: CompiledProgram) -> None:
+    rows = re.findall(r"<tr[^>]*>(<td class=.number.>\d+</td><td class=.number.>\d+</td>.*)</tr>", page.read_text())
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
+    assert cells == [list(list_cells(stage)) for stage in program.overview.stages]
 
 
 def test_the_page_shows_the_explanation(page: Path, program: CompiledProgram) -> None:

@@ -11,7 +11,7 @@ import torch
 import autoptd
 from autoptd.compiled import CompiledProgram
 from autoptd.reports.overview import Overview
-from autoptd.reports.summary import format_seconds, format_tflops, summarize
+from autoptd.reports.summary import format_number, format_seconds, summarize
 from autoptd.runtime import collectives
 from autoptd.text.comments import write_bytes
 from samples.benchmarks.uniform_cut import uniform_cuts
@@ -115,8 +115,8 @@ def test_seconds_are_written_in_three_digits(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
-def test_teraflops_of_a_small_device_are_not_none() -> None:
-    assert [format_tflops(rate) for rate in (176.93, 10, 0.0095)] == ["176.9", "10.0", "0.0095"]
+def test_numbers_are_written_in_three_digits() -> None:
+    assert [format_number(rate) for rate in (1234.5, 176.93, 10, 0.0095)] == ["1,234", "177", "10", "0.0095"]
 
 
 @pytest.mark.parametrize(
