@@ -130,7 +130,9 @@ def fit_link(measured: Results, device: Device, main: str, plain: float = math.n
         return replace(link, latency_seconds=min(measured["reduced"])[1] / 2)
     seconds = plain * statistics.median(divided / alone for alone, divided in measured["divided"])
     program = compile_block(kernel_timing.DIVIDED, main, 2)
-    return _solve(partial(_with_latency, device, link), LATENCIES, program, seconds).node
+    return _solve(
+        lambda latency: _join(device, replace(link, latency_seconds=latency)), LATENCIES, program, seconds
+    ).node
 
 
 def _fit_rate(timed: Sequence[tuple[float, float]]) -> float:
@@ -149,8 +151,7 @@ def _with_value(device: Device, name: str, value: Any) -> Cluster:
     return Cluster("", device, 1, 1, link, link)
 
 
-def _with_latency(device: Device, link: Link, seconds: float) -> Cluster:
-    link = replace(link, latency_seconds=seconds)
+def _join(device: Device, link: Link) -> Cluster:
     return Cluster("", device, 2, 2, link, link)
 
 
@@ -197,8 +198,7 @@ def _check(output: str | Path | None, devices: int, available: int, kind: str, s
         raise ValueError(
             f"devices={devices}: expected at most {available}, the {kind} of this machine, which processes do not share"
         )
-    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not number or not 0 < seconds < math.inf:
+    if not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise ValueError(f"seconds={seconds!r}: expected a time above 0")
     if output is not None and (Path(output).suffix != ".toml" or not Path(output).absolute().parent.is_dir()):
         raise ValueError(f"output={str(output)!r}: expected a path that ends in .toml, in an existing folder")

@@ -46,7 +46,7 @@ def find_cut(
         _, memory = hold_memory(manifest, times, actions, costs.cluster, states)
         return [round(sum(own.values())) for own in memory]
 
-    alive = live_microbatches(actions, p * chunks, lasting=costs.cluster.device.has_graphs)
+    alive = live_microbatches(actions, p * chunks, lasting=costs.cluster.device.graphed_launch_seconds > 0)
     memory = costs.memory(alive, states, [0] * p, limit)
     found = fit_cut(partial(choose_cut, pipeline, search=search), hold, memory)
     if max(found[1]) > limit and search and chunks > 1:

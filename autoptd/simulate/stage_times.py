@@ -40,7 +40,7 @@ class WorkTimes:
 
     def launched_on(self, device: Device) -> WorkTimes:
         """Return these in CUDA graphs, if there are any: with the launch of each direction that has work."""
-        if not device.has_graphs:
+        if not device.graphed_launch_seconds:
             return self
         launch = Seconds(device.launch_seconds)
         forward, backward = (side + launch * (side.total > 0) for side in (self.forward, self.backward))
@@ -126,8 +126,8 @@ def time_messages(manifest: Manifest, works: Iterable[WorkTimes], durations: Dur
             ends = (interface.sends, interface.receives)[:: kind.direction] if mesh.pipeline > 1 else ((), ())
             (whole, pieces), (whole_in, pieces_in) = (_bytes(end, manifest, kind, scale) for end in ends)
             sides = (groups[k % mesh.pipeline] for k in (index, index + kind.direction))
-            pair = cluster.farthest(zip(*map(chain.from_iterable, sides), strict=True))  # of the slowest replica
-            send[kind] = cluster.send_seconds(whole + pieces / mesh.tensor, *pair, senders=mesh.tensor)
+            link = cluster.slowest_link(zip(*map(chain.from_iterable, sides), strict=True))  # of all replicas
+            send[kind] = link.send_seconds(whole + pieces / mesh.tensor)
             gather[kind] = cluster.all_gather_seconds(pieces_in, ranks)
             arriving[kind] = whole_in + pieces_in
         received = min(work.kept, arriving[Kind.FORWARD])

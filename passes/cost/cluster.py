@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from math import ceil, prod
@@ -52,6 +52,10 @@ class Link:
         """The bytes/s of a large ring collective over one link."""
         return self.bandwidth * self.collective_efficiency
 
+    def send_seconds(self, count: float) -> float:
+        """Return the seconds of a message of `count` bytes."""
+        return count / self.message_rate + self.latency_seconds if count else 0.0
+
 
 @dataclass(frozen=True)
 class Device:
@@ -62,8 +66,9 @@ class Device:
     `memory_efficiency` are the shares that a large GEMM without remainders and a large elementwise kernel reach.
     `vector_flops` is FLOP/s outside GEMMs, which bounds elementwise kernels on CPUs, where memory bounds them on GPUs.
     A GEMM's result is computed in tiles of `tile_rows` x `tile_columns` or their halves, one on each of
-    `multiprocessors` at a time. A kernel takes `launch_seconds` besides its work, or one in a CUDA graph
-    `graphed_launch_seconds`: then a stage's forward or backward on a microbatch is one graph. 0: the device has none.
+    `multiprocessors` at a time; such a wave takes `tile_seconds` besides, to load its first factors and write its last
+    results. A kernel takes `launch_seconds` besides its work, or one in a CUDA graph `graphed_launch_seconds`: then a
+    stage's forward or backward on a microbatch is one graph. 0: the device has none.
     """
 
     name: str
@@ -78,15 +83,12 @@ class Device:
     tile_columns: int
     launch_seconds: float
     graphed_launch_seconds: float = 0.0
+    tile_seconds: float = 0.0
     reserved_bytes: float = 0.0
 
     @property
     def usable_bytes(self) -> float:
         return self.memory_bytes - self.reserved_bytes
-
-    @property
-    def has_graphs(self) -> bool:
-        return self.graphed_launch_seconds > 0
 
     def peak(self, dtype: str) -> float:
         """Return FLOP/s in `dtype`; raise ValueError if the device does not compute in it."""
@@ -104,21 +106,23 @@ class Device:
         moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
         time = work.launches * (self.graphed_launch_seconds or self.launch_seconds)
         elementwise = work.elementwise * ELEMENT_FLOPS / self.vector_flops
-        products = [self._measure(product, dtype, scale) for product in work.products]
+        products = [self._measure(product, dtype, scale, self.tile_seconds) for product in work.products]
         traffic = sum(size for _, size in products)
         if traffic > moved * 1.01:
-            return float(time + max(sum(seconds for seconds, _ in products), moved / rate))
+            fused = sum(self._measure(product, dtype, scale, 0.0)[0] for product in work.products)
+            return float(time + max(fused, moved / rate))
         own = sum(max(seconds, size / rate) for seconds, size in products)
         return float(time + own + max((moved - traffic) / rate, elementwise))
 
-    def _measure(self, product: Product, dtype: str, scale: float) -> tuple[float, float]:
-        """Return a product's seconds and bytes, in `dtype` or in its own if that is narrower than its program's."""
+    def _measure(self, product: Product, dtype: str, scale: float, wave: float) -> tuple[float, float]:
+        """Return a product's seconds, `wave` more for each, and bytes, in `dtype` or a narrower one of its own."""
         if product.dtype and ITEM_BYTES[product.dtype] * scale < ITEM_BYTES[dtype]:
             dtype = product.dtype
-        rounded = round_flops(product, self.tile_rows, self.tile_columns, self.multiprocessors)
+        rate = self.peak(dtype) * self.gemm_efficiency
+        rounded = round_flops(product, self.tile_rows, self.tile_columns, self.multiprocessors, wave * rate)
         m, n, k = product.rows, product.columns, product.inner
         size = float(product.batch * (m * n + m * k + n * k) * ITEM_BYTES[dtype])
-        return rounded / (self.peak(dtype) * self.gemm_efficiency), size
+        return rounded / rate, size
 
 
 @dataclass(frozen=True)
@@ -195,10 +199,7 @@ class Cluster:
         if file.suffix != ".toml":
             raise ValueError(f"cluster file {file}: expected a path that ends in .toml")
         text = "".join(f"{line}\n" for line in write_tables(self, source, others or {}))
-        try:
-            file.write_text(text, "utf-8")
-        except OSError as error:
-            raise ValueError(f"cluster file {file} cannot be written: {error.strerror}") from None
+        file.write_text(text, "utf-8")
 
     def expect(self, seconds: float) -> str:
         """Say how long a step may take that is predicted to take some `seconds`, and what that relies on."""
@@ -214,11 +215,6 @@ class Cluster:
     def slowest(self, groups: Iterable[Sequence[int]]) -> Sequence[int]:
         """Return the first of the slowest `groups`: groups of one size may span different numbers of nodes."""
         return max(groups, key=lambda ranks: (-self.ring_rate(ranks), self.ring_latency(ranks)))
-
-    def farthest(self, pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
-        """Return the first pair in different nodes, or else the first pair."""
-        size = self.devices_per_node
-        return max(pairs, key=lambda pair: pair[0] // size != pair[1] // size)
 
     def ring_rate(self, ranks: Sequence[int]) -> float:
         """Return bytes/s over the slowest link of a ring through `ranks`, while all other devices are in equal rings.
@@ -246,29 +242,31 @@ class Cluster:
         """Return the seconds of an all-gather of almost no bytes."""
         return (len(ranks) - 1) * (self.node if len(self.nodes(ranks)) < 2 else self.network).latency_seconds
 
-    def send_seconds(self, count: float, source: int, destination: int, senders: int = 1) -> float:
-        """Return the seconds of one message of `count` bytes, while `senders` devices of the node send equal ones."""
-        if not count:
-            return 0.0
-        if len(self.nodes((source, destination))) < 2:
-            return count / self.node.message_rate + self.node.latency_seconds
-        share = min(1.0, self.nics_per_node / min(senders, self.devices_per_node))
-        return count / (self.network.message_rate * share) + self.network.latency_seconds
+    def slowest_link(self, pairs: Iterable[tuple[int, int]]) -> Link:
+        """Return the slowest link between `pairs` of ranks that send equal messages at once, a rank one at a time.
+
+        Devices have the card next to them: where a node has fewer cards than devices, the ranks that send over one card
+        at once, or receive, share it evenly, be they tensor ranks or replicas.
+        """
+        size, cards = self.devices_per_node, self.nics_per_node
+        crossing = [(one, other) for one, other in pairs if one // size != other // size]
+        if not crossing:
+            return self.node
+        sides = ([(r // size, r % size * cards // size) for r in {*ranks}] for ranks in zip(*crossing, strict=True))
+        sharing = max(max(Counter(side).values()) for side in sides)
+        return replace(self.network, bandwidth=self.network.bandwidth / sharing)
 
 
 @lru_cache(maxsize=4096)
-def round_flops(product: Product, tile_rows: int, tile_columns: int, multiprocessors: int) -> float:
-    """Return a product's FLOPs, with those that its best tiling wastes.
+def round_flops(product: Product, tile_rows: int, tile_columns: int, multiprocessors: int, each: float = 0.0) -> float:
+    """Return a product's FLOPs, with those that its best tiling wastes, and `each` that a wave of tiles costs besides.
 
     Tiles run in waves over all multiprocessors, and a wave takes its time whether it is full or not. A tile of
     r x c loads r + c elements for every r c products: smaller tiles are slower in proportion.
     """
-    loads = [
-        ceil(product.batch * ceil(product.rows / r) * ceil(product.columns / c) / multiprocessors) * (r + c)
-        for r, c in _tiles(tile_rows, tile_columns)
-    ]
-    wave = 2 * tile_rows * tile_columns * product.inner * multiprocessors  # of the largest tiles
-    return float(wave * min(loads) / (tile_rows + tile_columns))
+    side = 2 * tile_rows * tile_columns * product.inner * multiprocessors / (tile_rows + tile_columns)
+    tilings = ((ceil(product.rows / r) * ceil(product.columns / c), r + c) for r, c in _tiles(tile_rows, tile_columns))
+    return float(min(ceil(product.batch * n / multiprocessors) * (side * edges + each) for n, edges in tilings))
 
 
 @lru_cache

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, permutations
 from math import ceil, prod
 
 import torch
 
-from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
+from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster, Link
 from autoptd.passes.cost.work import Work
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime.program.mesh import Mesh
@@ -40,9 +41,7 @@ class Precision:
         wanted = own if dtype is None else dtype
         known = [name for name, size in ITEM_BYTES.items() if size >= LEAST_BYTES]
         if wanted not in known:
-            narrow = wanted in [*ITEM_BYTES]  # a list: what the user gave may have no hash
-            why = "its weights and activations would not be stored in it; " if narrow else ""
-            raise ValueError(f"dtype={dtype!r}: {why}expected one of {', '.join(known)}")
+            raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(known)}, to store weights in")
         return cls(wanted, ITEM_BYTES[wanted] / ITEM_BYTES[own])
 
 
@@ -84,9 +83,7 @@ class Durations:
         Each tensor rank sends 1/t of an undivided tensor, which is all-gathered on arrival (SC21 §4.1).
         """
         size = value.nbytes * self.precision.scale
-        share = size if divided else size / self.mesh.tensor
-        here, there = self._neighbours
-        seconds = self.cluster.send_seconds(share, here, there, senders=self.mesh.tensor)
+        seconds = self._next.send_seconds(size if divided else size / self.mesh.tensor)
         if not divided:
             seconds += self.cluster.all_gather_seconds(size, self.tensor_group)
         return ceil(seconds * NANOSECONDS)
@@ -116,14 +113,16 @@ class Durations:
         """Return the seconds of an all-to-all of `count` bytes of each device among ranks that share experts."""
         if not count:
             return 0.0
-        group, cluster = self.cluster.slowest(self.mesh.groups("exchange")), self.cluster
-        near, number = max(cluster.nodes(group).values()), len(group)
-        here, there = cluster.farthest((group[0], rank) for rank in group)
-        across = cluster.send_seconds(count * (number - near) / number, here, there, senders=cluster.devices_per_node)
-        return across + cluster.send_seconds(count * (near - 1) / number, here, here)
+        groups, cluster = self.mesh.groups("exchange"), self.cluster
+        group = cluster.slowest(groups)
+        near, number = min(cluster.nodes(group).values()), len(group)
+        across = cluster.slowest_link(chain.from_iterable(permutations(ranks, 2) for ranks in groups))
+        inside = cluster.node.send_seconds(count * (near - 1) / number)
+        return across.send_seconds(count * (number - near) / number) + inside
 
     @cached_property
-    def _neighbours(self) -> tuple[int, int]:
+    def _next(self) -> Link:
+        """The slowest link from a pipeline rank to the next."""
         rings = self.mesh.groups("pipeline")
-        pairs = (pair for ring in rings for pair in zip(ring, (*ring[1:], ring[0]), strict=True))
-        return self.cluster.farthest(pairs)
+        pairs = zip(*(zip(ring, (*ring[1:], ring[0]), strict=True) for ring in rings), strict=True)
+        return min(map(self.cluster.slowest_link, pairs), key=lambda link: link.message_rate)

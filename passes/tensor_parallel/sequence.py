@@ -121,13 +121,14 @@ class _Regions:
         # What one member alone reads is never in memory where the two are fused.
         inner = {node for node in sizes if len(node.users) == 1 and not self.dims.keys().isdisjoint(node.users)}
         made = sum(size for node, size in sizes.items() if node not in inner)
-        spared = 2 * made * (self.tensor - 1) // self.tensor  # forward and backward
+        others = made * (self.tensor - 1) // self.tensor
         device, group = cluster.device, cluster.slowest(self.mesh.groups("tensor"))
         gathered = [size for node, size in sizes.items() if not self.dims.keys() >= node.users.keys()]
         waited = sum(cluster.all_gather_seconds(size, group) for size in gathered)
         waited += device.seconds(Work(written=sum(gathered), launches=2 * len(gathered)), "fp32")
         waited *= 2 if device.multiprocessors == 1 else 1
-        return device.seconds(Work(read=spared, written=spared), "fp32") > waited
+        # The backward reads gradients and what was kept.
+        return device.seconds(Work(read=3 * others, written=2 * others), "fp32") > waited
 
     def write(self) -> None:
         """Rewrite the members to a rank's tokens, and gather them for other readers."""

@@ -113,7 +113,7 @@ def test_a_link_between_cuda_devices_is_found_again_from_what_it_takes() -> None
     cluster = Cluster.load("dgx-h100")
     measured: dict[str, list[Any]] = {
         "reduced": [[size, cluster.all_reduce_seconds(size, (0, 1))] for size in CUDA_MESSAGES],
-        "sent": [[size, cluster.send_seconds(size, 0, 1)] for size in CUDA_MESSAGES],
+        "sent": [[size, cluster.node.send_seconds(size)] for size in CUDA_MESSAGES],
     }
     found = fit_link(measured, cluster.device, "bf16")
     assert found.collective_rate == pytest.approx(cluster.node.collective_rate)
@@ -148,7 +148,7 @@ def test_a_link_is_found_again_from_what_it_takes() -> None:
     seconds = spent["compute"] + spent["tensor"]
     measured: dict[str, list[Any]] = {
         "reduced": [[size, pair.all_reduce_seconds(size, (0, 1))] for size in MESSAGES],
-        "sent": [[size, pair.send_seconds(size, 0, 1)] for size in MESSAGES],
+        "sent": [[size, pair.node.send_seconds(size)] for size in MESSAGES],
         # In the second round the machine is half as fast.
         "divided": [[drift * PLAIN, drift * seconds] for drift in (1, 2)],
     }

@@ -40,7 +40,7 @@ B = 2
 SELENE = Cluster.load("dgx-a100")
 # Messages and all-reduces that take no time, and no launches: only work is left.
 FREE = Link(1e30, 1.0, 1.0, 1e-30)
-STILL = replace(SELENE, node=FREE, network=FREE, device=replace(SELENE.device, launch_seconds=1e-30))
+STILL = replace(SELENE, node=FREE, network=FREE, device=replace(SELENE.device, launch_seconds=1e-30, tile_seconds=0.0))
 
 
 compile_gpt = partial(tiny, config=MIDDLE, dtype=torch.bfloat16, device="meta", microbatch_size=B)
@@ -211,6 +211,20 @@ def test_the_slowest_of_all_replicas_counts(mesh: tuple[int, int, int], nodes: i
         assert simulate(cluster, *first).breakdown == pytest.approx(step.breakdown)
     parted = {"data": d, "tensor": t, "pipeline": p}
     assert all(step.breakdown[kind] > 1.5 * together.breakdown[kind] for kind, n in parted.items() if n > 1)
+
+
+@pytest.mark.parametrize("cards", [8, 4, 1])
+def test_replicas_of_one_node_share_its_cards(cards: int) -> None:
+    """Replicas beside each other, as Megatron-LM places them: eight messages leave a node at once."""
+    program = compile_gpt((1, 2, 8), num_microbatches=2, num_model_chunks=1)
+    placed = Mesh(1, 2, 8, ranks=tuple(j * 8 + i for i in range(8) for j in range(2)))
+    cluster = replace(SELENE, nics_per_node=cards)
+    schedule = make_schedule("1f1b", 2, 2, 1)
+    given = replace(program.manifest, mesh=placed), program.stages, schedule, cluster, None, Training()
+    sent = next(e for e in simulate_program(*given).timeline[0] if e.action.kind is Kind.SEND_OUTPUT)
+    (size,) = {boundary.bytes for boundary in program.manifest.stages[0].sends}
+    expected = size * 8 / cards / cluster.network.message_rate + cluster.network.latency_seconds
+    assert sent.end - sent.start == pytest.approx(expected)
 
 
 def test_gradients_are_reduced_after_the_step_or_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +416,7 @@ def test_under_autocast_products_are_computed_in_its_dtype() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("dgx-h100", "fp8"), "dtype='fp8': its weights and activations would not be stored in it; expected one"),
+        (("dgx-h100", "fp8"), "dtype='fp8': expected one of fp64, fp32, tf32, bf16, fp16, to store weights in"),
         (("dgx-a100", "bf61"), "dtype='bf61': expected one of fp64, fp32"),
         (("dgx-1-v100", "bf16"), "V100-SXM2-32GB has no bf16: expected one of fp16, fp32, fp64"),
         (("dgx-a100", ["bf16"]), "dtype=['bf16']: expected one of fp64, fp32"),

@@ -138,7 +138,34 @@ def gemm(rows: int, columns: int, inner: int) -> float:
 def test_a_gemm_of_whole_waves_reaches_its_share_of_the_peak() -> None:
     rows, columns = 256 * 12, 128 * 9 * 4  # four waves of 108 tiles
     flops = 2 * rows * columns * 8192
-    assert gemm(rows, columns, 8192) == pytest.approx(flops / (312e12 * DEVICE.gemm_efficiency), rel=1e-12)
+    expected = flops / (312e12 * DEVICE.gemm_efficiency) + 4 * DEVICE.tile_seconds
+    assert gemm(rows, columns, 8192) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "inner", "seconds"),
+    [
+        (2048, 4096, 4096, 109e-6),
+        (16384, 4096, 1024, 249e-6),  # short tiles: 551 TFLOP/s, where 4096 inner elements reach 719
+        (16384, 4096, 4096, 765e-6),
+        (2048, 16384, 4096, 384e-6),
+        (2048, 6144, 12288, 406e-6),
+        (4096, 1024, 16384, 215e-6),
+    ],
+)
+def test_a_product_takes_what_it_took_on_a_card(rows: int, columns: int, inner: int, seconds: float) -> None:
+    """On an H100 in bfloat16, launched by itself."""
+    alone = replace(Cluster.load("dgx-h100").device, graphed_launch_seconds=0.0)
+    size = 2 * (rows * columns + rows * inner + columns * inner)
+    work = Work((Product(1, rows, columns, inner),), read=size, launches=1)
+    assert alone.seconds(work, "bf16") == pytest.approx(seconds, rel=0.1)
+
+
+def test_a_fused_kernel_waits_for_no_wave() -> None:
+    product, waits = Product(64, 2048, 2048, 64), replace(DEVICE, tile_seconds=1.0)
+    fused, alone = Work((product,), read=10**6), Work((product,), read=10**9)
+    assert waits.seconds(fused, "bf16") == DEVICE.seconds(fused, "bf16")
+    assert waits.seconds(alone, "bf16") > DEVICE.seconds(alone, "bf16") + 1
 
 
 def test_one_tile_more_is_one_wave_more() -> None:
@@ -210,11 +237,18 @@ def test_rings() -> None:
     assert SELENE.all_reduce_seconds(1e9, inside) == 2 * SELENE.all_gather_seconds(1e9, inside)
 
 
-def test_messages_share_the_nodes_cards() -> None:
+def test_messages_that_share_a_card_share_its_rate() -> None:
+    """Whether their senders, or their receivers, are tensor ranks or replicas; a device has the card next to it."""
     rate, latency = SELENE.network.message_rate, SELENE.network.latency_seconds
-    assert SELENE.send_seconds(1e9, 0, 8, senders=8) == pytest.approx(1e9 / rate + latency)
+    whole_node, neighbours, apart = ([(i, i + 8) for i in ranks] for ranks in (range(8), (6, 7), (0, 2, 4, 6)))
     few = replace(SELENE, nics_per_node=4)
-    assert few.send_seconds(1e9, 0, 8, senders=8) == pytest.approx(2e9 / rate + latency)
-    assert few.send_seconds(1e9, 0, 8, senders=2) == pytest.approx(1e9 / rate + latency)
-    assert SELENE.send_seconds(1e9, 0, 7) == pytest.approx(1e9 / SELENE.node.message_rate + SELENE.node.latency_seconds)
-    assert SELENE.send_seconds(0, 0, 8) == 0
+    for cluster, pairs, sharing in (
+        *((SELENE, pairs, 1) for pairs in (whole_node, neighbours, apart)),
+        *((few, whole_node, 2), (few, neighbours, 2), (few, apart, 1), (few, [(0, 8), (0, 9), (0, 1)], 2)),
+        *((few, [(0, 8), (8, 0)], 1), (few, [(0, 8), (16, 9)], 2), (replace(SELENE, nics_per_node=1), whole_node, 8)),
+    ):
+        link = cluster.slowest_link(pairs)
+        assert link.send_seconds(1e9) == pytest.approx(sharing * 1e9 / rate + latency), (cluster.nics_per_node, pairs)
+        assert cluster.slowest_link(pairs[::-1]) == link
+        assert link.send_seconds(0) == 0
+    assert SELENE.slowest_link([(0, 7), (8, 9)]) == SELENE.node

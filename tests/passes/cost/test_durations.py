@@ -10,13 +10,13 @@ from torch import fx
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
-from autoptd.passes.cost.work import backward_work, forward_work
+from autoptd.passes.cost.work import Work, backward_work, forward_work
 from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.mesh import Mesh
 from tests.passes.cost.test_work import X, call, tensor
 
 SELENE = Cluster.load("dgx-a100")
-QUICK = replace(SELENE, device=replace(SELENE.device, launch_seconds=1e-15))
+QUICK = replace(SELENE, device=replace(SELENE.device, launch_seconds=1e-15, tile_seconds=0.0))
 
 
 def durations(tensor: int = 1, cluster: Cluster = QUICK) -> Durations:
@@ -68,3 +68,23 @@ def test_an_undivided_tensor_is_scattered_over_the_links() -> None:
     assert time(False, 1) == time(True, 8)
     assert time(False, 8) < 0.25 * time(False, 1)
     assert time(False, 1, pipeline=8) < 0.2 * time(False, 1)  # all in one node
+
+
+def test_replicas_and_experts_share_the_cards_of_their_node() -> None:
+    few = replace(SELENE, nics_per_node=4)
+    placed = tuple(j * 8 + i for i in range(8) for j in range(2))  # eight replicas beside each other, of two stages
+    beside, apart = Mesh(1, 2, 8, ranks=placed), Mesh(1, 16, 1)
+    experts = Mesh(1, 1, 32, expert=16)  # each rank sends half of its rows to another node
+
+    def message(cluster: Cluster, mesh: Mesh) -> float:
+        return Durations(cluster, mesh, Precision("bf16")).of_transfer(tensor(2**24), divided=True)
+
+    def exchange(cluster: Cluster, mesh: Mesh) -> float:
+        return Durations(cluster, mesh, Precision("bf16")).seconds(Work(dispatched=2**30)).tensor
+
+    assert message(few, beside) == pytest.approx(2 * message(SELENE, beside), rel=2e-3)
+    assert message(few, apart) == message(SELENE, apart)  # one of its eight devices sends to the next node
+    across = 2**29 / SELENE.network.message_rate
+    assert exchange(few, experts) - exchange(SELENE, experts) == pytest.approx(across)
+    inside = 2**30 * 7 / 16 / SELENE.node.message_rate
+    assert exchange(SELENE, experts) == pytest.approx(across + inside, rel=1e-3)

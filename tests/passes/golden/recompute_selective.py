@@ -9,7 +9,7 @@ shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward; token
 weight of shape [16, 32] (2,048 bytes) replicated because aten.embedding (gpt.py:108) looks up the same rows
     in every step; aten.layer_norm (gpt.py:75) normalises over it: wpe.weight
 an axis of 61 padded by 1 in memory: tensor=2
-cut_stages 1 stages on 1 pipeline ranks, the slowest 0.975 ms of forward and backward a microbatch on DGX A100
+cut_stages 1 stages on 1 pipeline ranks, the slowest 1.06 ms of forward and backward a microbatch on DGX A100
     (Selene): 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
 recompute_activations selective: 2 attentions written out, 2 groups; a microbatch keeps 96,456 of 112,840
     bytes of activations
