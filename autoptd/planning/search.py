@@ -153,10 +153,9 @@ class Search:
             bound, index, level = heapq.heappop(heap)
             candidate = candidates[index]
             found = self._found.get(candidate.mesh)
-            if found is not None and found[1].step_seconds <= bound:
+            late = self._best < bound and candidate.num_model_chunks == 1  # chunks are cut again, and may yet be best
+            if found and (found[1].step_seconds <= bound or (late and found[0].num_model_chunks > 1)):
                 continue
-            if found is not None and found[0].num_model_chunks > candidate.num_model_chunks == 1 and bound > self._best:
-                continue  # the plan with chunks, cut again, may yet be the best
             if level == 0 and (higher := self._extrapolate(candidate)) > bound:  # more is measured by now
                 heapq.heappush(heap, (higher, index, 0))
             elif level == 0:
