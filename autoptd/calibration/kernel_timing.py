@@ -112,7 +112,7 @@ class Transformer(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        h, self.sizes = sizes.h, sizes
+        h, self.sizes = sizes.h, sizes  # `bind` calls the constructor again, with what is kept of its arguments
         self.table = nn.Embedding(sizes.vocabulary, h)
         linears = {"packed": (h, 3 * h), "joined": (h, h), "up": (h, 4 * h), "down": (4 * h, h)}
         self.layers = nn.ModuleList()
