@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.recompute import MODES
-from autoptd.runtime.program.mesh import TORCH_DIMS, Mesh
+from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import SCHEDULES
 
 LAYOUTS = ("sbh", "bsh")
@@ -63,17 +63,17 @@ def fold_experts(mesh: Mesh, expert: int | None) -> Mesh:
         raise ValueError(f"expert={expert} does not fit {mesh}: expected t times a divisor of d, one of {fits}")
     if mesh.ranks is not None and expert not in (None, mesh.tensor):
         raise ValueError(f"expert={expert} needs the ranks in torchrun's order: give mesh=(t, p, d)")
-    return Mesh(**mesh.axes, ranks=mesh.ranks, expert=expert)
+    return Mesh(**mesh.axes, ranks=mesh.ranks, expert=expert or 0)
 
 
 def _read_device_mesh(mesh: DeviceMesh) -> Mesh:
     names = mesh.mesh_dim_names or ()
-    if sorted(names) != sorted(TORCH_DIMS.values()):
+    if sorted(names) != ["dp", "pp", "tp"]:
         raise ValueError(
             f'the DeviceMesh has dims {names}; expected "tp", "pp" and "dp": '
             'init_device_mesh(device, (d, p, t), mesh_dim_names=("dp", "pp", "tp"))'
         )
-    ordered = mesh.mesh.permute([names.index(name) for name in TORCH_DIMS.values()])
+    ordered = mesh.mesh.permute([names.index(name) for name in ("dp", "pp", "tp")])
     data, pipeline, tensor = ordered.shape
     ranks = tuple(int(rank) for rank in ordered.flatten().tolist())
     return Mesh(tensor, pipeline, data, None if ranks == tuple(range(len(ranks))) else ranks)

@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.tensor, self.pipeline, self.data, expert=self.expert or None)
+        return Mesh(self.tensor, self.pipeline, self.data, expert=self.expert)
 
     @property
     def num_stages(self) -> int:

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.comm.agreement import find_others, gather_given
 from autoptd.runtime.comm.groups import Group, GroupCache, ProcessGroup, ThreadGroup, group_cache
@@ -66,13 +65,7 @@ def connect(manifest: Manifest, device: torch.device, program: str) -> Connectio
     assert default is not None
     _compare(default, program, device)
     groups = group_cache(default)
-    rank = Rank.distributed(mesh, groups(_open_mesh, mesh, device.type), device)
-    for axis in ("exchange", "expert_data") if mesh.expert > mesh.tensor else ():
-        rank.groups[axis] = Group()
-        for members in sorted({mesh.group(axis, number) for number in range(mesh.size)}):
-            group = groups(dist.new_group, members) if len(members) > 1 else None  # collective over all ranks
-            if group is not None and rank.number in members:
-                rank.groups[axis] = ProcessGroup(group, device)
+    rank = Rank.distributed(mesh, device)
     tied: dict[Owners, Group] = {}
     for owners, members in _tied_groups(manifest):
         group = groups(dist.new_group, members)
@@ -131,11 +124,6 @@ def _join(connection: Connection, seed: int, channels: Mapping[tuple[int, int], 
     outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
     incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
     return replace(connection, outgoing=outgoing, incoming=incoming)
-
-
-def _open_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    order = torch.tensor(mesh.ranks if mesh.ranks is not None else range(mesh.size), dtype=torch.int)
-    return DeviceMesh(device_type, order.view(*mesh.axes.values()), mesh_dim_names=mesh.torch_dims)
 
 
 def _compare(everyone: dist.ProcessGroup, program: str, device: torch.device) -> None:

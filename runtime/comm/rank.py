@@ -8,10 +8,10 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from autoptd.runtime.comm.groups import Group, Posted, ProcessGroup, Reduction, Result, ThreadGroup
+from autoptd.runtime.comm.groups import Group, Posted, ProcessGroup, Reduction, Result, ThreadGroup, group_cache
 from autoptd.runtime.comm.threads import ThreadWorld
 from autoptd.runtime.comm.timings import Measured
 from autoptd.runtime.program.mesh import Coordinates, Mesh
@@ -45,17 +45,15 @@ class Rank:
         return cls(mesh, at, groups, device=device)
 
     @classmethod
-    def distributed(cls, mesh: Mesh, devices: DeviceMesh, device: torch.device = CPU) -> Rank:
-        """Make this process's rank; `devices` is torch's form of `mesh`, with the dims `Mesh.torch_dims`.
-
-        As if experts were divided over tensor ranks only: the caller has other groups for "exchange" and "expert_data".
-        """
-        groups: dict[str, Group] = {
-            axis: ProcessGroup(devices.get_group(dim), device) if size > 1 else Group()
-            for (axis, size), dim in zip(mesh.axes.items(), mesh.torch_dims, strict=True)
-        }
-        at = Coordinates(**{axis: group.index for axis, group in groups.items()})
-        return cls(mesh, at, {**groups, "exchange": Group(), "expert_data": groups["data"]}, device=device)
+    def distributed(cls, mesh: Mesh, device: torch.device = CPU) -> Rank:
+        """Make this process's rank, and the groups of processes of all; every rank of `mesh` must call it."""
+        rank, groups = cls.local(mesh, mesh.coordinates(dist.get_rank()), device), group_cache(dist.group.WORLD)
+        for axis in (*mesh.axes, "exchange", "expert_data"):
+            for members in mesh.groups(axis) if rank.groups[axis].size > 1 else ():
+                group = groups(dist.new_group, members)
+                if rank.number in members:
+                    rank.groups[axis] = ProcessGroup(group, device)
+        return rank
 
     @property
     def number(self) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import json
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from inspect import signature
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from autoptd.runtime.program.manifest import Manifest
-from autoptd.runtime.program.mesh import TORCH_DIMS, Mesh
+from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import AxisPlacement, Partial, Placement, Replicate, Shard
 
 FORMAT = "autoptd 7"
@@ -74,10 +74,6 @@ def decode(kind: Any, value: Any, place: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if kind is Mesh:
-        _require(TORCH_DIMS, _expect(value, dict, place), place)
-        kinds = {**dict.fromkeys(value, int), "ranks": tuple[int, ...] | None}
-        return Mesh(**{key: decode(kinds[key], item, f"{place}: {key}") for key, item in value.items()})
     if kind is Placement:
         return Placement(**decode(dict[str, AxisPlacement], value, place))
     if kind is AxisPlacement:
@@ -115,13 +111,9 @@ def _decode_fields(kind: Any, table: dict[str, Any], place: str) -> Any:
             near = difflib.get_close_matches(key, types_by_name, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(types_by_name)}"
             raise ValueError(f"{place}: unknown key {key!r}; {hint}")
-    _require(required, table, place)
-    return kind(**{key: decode(types_by_name[key], value, f"{place}: {key}") for key, value in table.items()})
-
-
-def _require(names: Iterable[str], table: dict[str, Any], place: str) -> None:
-    if missing := [name for name in names if name not in table]:
+    if missing := [name for name in required if name not in table]:
         raise ValueError(f"{place}: missing {', '.join(map(repr, missing))}")
+    return kind(**{key: decode(types_by_name[key], value, f"{place}: {key}") for key, value in table.items()})
 
 
 @cache

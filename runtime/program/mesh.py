@@ -1,14 +1,13 @@
-"""The mesh: which global rank stands where on its named axes."""
+"""The mesh: which global rank stands where on its three axes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TypeVar
 
 T = TypeVar("T")
-TORCH_DIMS = {"data": "dp", "pipeline": "pp", "tensor": "tp"}
-"""The name of each mesh axis as a dim of torch's DeviceMesh; a further axis has its own name there."""
 
 
 class OverAxes(dict[str, T]):
@@ -24,42 +23,37 @@ class OverAxes(dict[str, T]):
 class Coordinates(OverAxes[int]):
     """The place of a rank on each axis of its mesh: ``coordinates["tensor"]``, or ``coordinates.tensor``."""
 
-    def __init__(self, data: int, pipeline: int, tensor: int, **further: int) -> None:
-        super().__init__(**further, data=data, pipeline=pipeline, tensor=tensor)
+    def __init__(self, data: int, pipeline: int, tensor: int) -> None:
+        super().__init__(data=data, pipeline=pipeline, tensor=tensor)
         self.data, self.pipeline, self.tensor = data, pipeline, tensor
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Mesh:
-    """A grid of ``tensor x pipeline x data`` devices, and of any `further` axes.
+    """A grid of ``tensor x pipeline x data`` devices.
 
-    `axes` has the size of each axis, the outermost first. The ranks are counted in this order, the tensor axis
-    innermost, so that its group shares a node (SC21 §3.1), unless `ranks` gives the global rank at each place.
+    The ranks are counted with the tensor axis innermost, so that its group shares a node (SC21 §3.1), then the pipeline
+    axis, unless `ranks` gives the global rank at each place.
 
-    Experts of a mixture are divided over `expert` ranks, a multiple of the tensor ranks: over these, and each tensor
-    rank's over consecutive data ranks. This folds three further axes into the grid (see `sizes`): "expert" has these
-    ranks, "exchange" those of them on one tensor rank, and "expert_data" the data ranks with the same experts.
+    Experts of a mixture are divided over `expert` ranks, a multiple of the tensor ranks (0: these alone): over these,
+    and each tensor rank's over consecutive data ranks. This folds three further axes into the grid (see `sizes`):
+    "expert" has these ranks, "exchange" those of them on one tensor rank, and "expert_data" the data ranks with the
+    same experts.
     """
 
-    axes: Mapping[str, int]
-    ranks: tuple[int, ...] | None
-    expert: int
-    tensor: int = field(repr=False, compare=False)
-    pipeline: int = field(repr=False, compare=False)
-    data: int = field(repr=False, compare=False)
+    tensor: int
+    pipeline: int
+    data: int
+    ranks: tuple[int, ...] | None = None
+    expert: int = 0
 
-    def __init__(
-        self,
-        tensor: int,
-        pipeline: int,
-        data: int,
-        ranks: tuple[int, ...] | None = None,
-        expert: int | None = None,
-        **further: int,
-    ) -> None:
-        axes = OverAxes(**further, data=data, pipeline=pipeline, tensor=tensor)
-        own = {"tensor": tensor, "pipeline": pipeline, "data": data, "expert": tensor if expert is None else expert}
-        vars(self).update(axes=axes, ranks=ranks, **own)
+    def __post_init__(self) -> None:
+        vars(self)["expert"] = self.expert or self.tensor
+
+    @cached_property
+    def axes(self) -> Mapping[str, int]:
+        """The size of each axis, the outermost first."""
+        return {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
 
     @property
     def size(self) -> int:
@@ -71,27 +65,17 @@ class Mesh:
         exchange = self.expert // self.tensor
         return {**self.axes, "expert": self.expert, "exchange": exchange, "expert_data": self.data // exchange}
 
-    @property
-    def torch_dims(self) -> tuple[str, ...]:
-        """The dims of the mesh as torch's DeviceMesh names them, the outermost first."""
-        return tuple(TORCH_DIMS.get(axis, axis) for axis in self.axes)
-
-    def rank_of(self, data: int, pipeline: int, tensor: int, **further: int) -> int:
+    def rank_of(self, data: int, pipeline: int, tensor: int) -> int:
         """Return the global rank at these coordinates."""
-        at, place = {**further, "data": data, "pipeline": pipeline, "tensor": tensor}, 0
-        for axis, size in self.axes.items():
-            place = place * size + at[axis]
+        place = (data * self.pipeline + pipeline) * self.tensor + tensor
         return place if self.ranks is None else self.ranks[place]
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return where `rank` stands. Raises ValueError unless it is a rank of the mesh."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
             raise ValueError(f"rank {rank!r} is none of {self}, which has ranks 0 to {self.size - 1}")
-        rest = rank if self.ranks is None else self.ranks.index(rank)
-        at = {}
-        for axis, size in tuple(self.axes.items())[::-1]:
-            rest, at[axis] = divmod(rest, size)
-        return Coordinates(**at)
+        rest, tensor = divmod(rank if self.ranks is None else self.ranks.index(rank), self.tensor)
+        return Coordinates(*divmod(rest, self.pipeline), tensor)
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the global ranks that differ from `rank` along `axis` at most, in the order of that axis."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoptd.runtime.comm.groups import Group, Posted, ProcessGroup, running
 from autoptd.runtime.comm.rank import Rank, thread_ranks
@@ -26,11 +25,7 @@ def on_threads(mesh: Mesh, function: Callable[[Rank], Any]) -> list[Any]:
 
 
 def on_processes(mesh: Mesh, function: Callable[[Rank], Any]) -> list[Any]:
-    def work(_: int) -> Any:
-        ranks = torch.arange(mesh.size).view(mesh.data, mesh.pipeline, mesh.tensor)
-        return function(Rank.distributed(mesh, DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "pp", "tp"))))
-
-    return run_ranks(work, mesh.size)
+    return run_ranks(lambda _: function(Rank.distributed(mesh)), mesh.size)
 
 
 RUNNERS = pytest.mark.parametrize("run", [on_threads, on_processes])
