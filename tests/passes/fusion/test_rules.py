@@ -193,7 +193,6 @@ JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
     "norm": (lambda m, x, y: m.norm(x) * y, kernels.layer_norm),
     "norm of a sum with a factor": (lambda m, x, y: m.norm(torch.add(x, y, alpha=2)), kernels.layer_norm),
     "add and norm": (lambda m, x, y: m.norm(x + y), kernels.add_layer_norm),
-    "add and norm of its rows": (lambda m, x, y: m.norm((x + y).reshape(-1, 8)), kernels.add_layer_norm),
     "dropout of a sum": (lambda m, x, y: functional.dropout(x.exp() + m.scale, 0.1) * y, kernels.bias_dropout_add),
     "norm of dropout and add": (lambda m, x, y: m.norm(functional.dropout(x, 0.1) + y) + y, kernels.add_layer_norm),
     "rms norm": (lambda m, x, y: m.scale * (x * torch.rsqrt(mean_square(x) + 1e-6)) + y, kernels.rms_norm),
