@@ -58,51 +58,40 @@ def copy_structure(model: nn.Module, make: Callable[[Tensor], Tensor], others: M
         for tensor in tree_leaves(list(vars(module).values())):  # attributes, in containers included
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = make(tensor) if tensor.is_meta else tensor.detach().cpu()
-    try:
-        twin = copy.deepcopy(model, twins := dict(memo))
-    except Exception:
-        # Locks, files, process groups: share what the forward may read and Python cannot copy.
-        memo.update({id(value): value for value in _uncopyable(model, memo)})
-        twin = copy.deepcopy(model, twins := memo)
-    for module in twin.modules():
-        functions = {name: f for name, f in vars(module).items() if isinstance(f, FunctionType)}
-        vars(module).update({name: _copy_function(f, twins) for name, f in functions.items()})
+    with patch.dict(copy._deepcopy_dispatch, {FunctionType: _copy_function}):  # private
+        try:
+            twin: nn.Module = copy.deepcopy(model, dict(memo))
+        except Exception:
+            # Locks, files, process groups: share what the forward may read and Python cannot copy.
+            memo.update({id(value): value for value in _uncopyable(model, memo)})
+            twin = copy.deepcopy(model, memo)
     set_training(twin)
     return twin
 
 
-def _copy_function(function: FunctionType, twins: dict[int, object]) -> object:
-    """Copy `function` with the `twins` of its closure, as ``lambda x: x @ self.weight``: Python copies none.
+def _copy_function(function: FunctionType, twins: dict[int, object]) -> FunctionType:
+    """Copy `function` with the twins of its closure, as ``lambda x: x @ self.weight``: Python copies none.
 
-    Other variables stay shared with functions that are not copied.
+    Other variables stay shared with functions that are not copied, and so do tensors: torch.export knows a parameter by
+    the module that it is read from.
     """
-    if not function.__closure__:
+    given = function.__closure__ or ()
+    cells = [CellType() if _leads_to_module(own) else own for own in given]
+    if all(cell is own for cell, own in zip(cells, given, strict=True)):
         return function
-    if id(function) not in twins:
-        cells = [CellType() if _holds_twin(own) else own for own in function.__closure__]
-        code, scope = function.__code__, function.__globals__
-        twin = FunctionType(code, scope, function.__name__, function.__defaults__, tuple(cells))
-        twin.__kwdefaults__ = function.__kwdefaults__
-        twin.__dict__.update(vars(function))
-        twins[id(function)] = twin  # before what it closes over, which may be the function itself
-        for own, cell in zip(function.__closure__, cells, strict=True):
-            if cell is not own:
-                cell.cell_contents = _twin_of(own.cell_contents, twins)
-    return twins[id(function)]
+    twin = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__dict__.update(vars(function))
+    twins[id(function)] = twin  # before what it closes over, which may be the function itself
+    for own, cell in zip(given, cells, strict=True):
+        if cell is not own:
+            cell.cell_contents = copy.deepcopy(own.cell_contents, twins)  # type: ignore[arg-type]
+    return twin
 
 
-def _holds_twin(cell: CellType) -> bool:
+def _leads_to_module(cell: CellType) -> bool:
     filled = cell != CellType()  # with a name that was given nothing, a cell is equal to another empty one
     return filled and isinstance(cell.cell_contents, FunctionType | MethodType | nn.Module)
-
-
-def _twin_of(value: object, twins: dict[int, object]) -> object:
-    if isinstance(value, FunctionType):
-        return _copy_function(value, twins)
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, _twin_of(value.__self__, twins))
-    # Tensors stay: torch.export knows a parameter by the module that it is read from.
-    return twins.get(id(value), value) if isinstance(value, nn.Module) else value
 
 
 def set_training(model: nn.Module) -> None:
