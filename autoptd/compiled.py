@@ -35,7 +35,6 @@ from autoptd.runtime.launch import join
 from autoptd.runtime.module.parallel import Parallel, signed
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
-from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.program.schedule import Action
 from autoptd.runtime.weights.file_tensor import Weights
 from autoptd.runtime.weights.slices import check_proof
@@ -43,7 +42,7 @@ from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.symbolic_cost import Cost
 from autoptd.text.folder import program_hash, save_folder
 from autoptd.text.rank_program import RankProgram
-from autoptd.text.reader import read_texts, shape_folder, text_filename, trace_texts
+from autoptd.text.reader import read_text, read_texts, shape_folder, trace_texts
 from autoptd.verification.report import Report
 from autoptd.verification.step import verify_program
 from autoptd.weights.sources import check_given, check_parameters, check_values, read_weights
@@ -269,8 +268,8 @@ class CompiledProgram:
         with join(self.manifest, placed, " ".join(hashes)) as connection:
             for program, own in given:
                 compare_weights(program.manifest, connection, own)
-            pipeline = connection.rank.coordinates.pipeline
-            programs = (program._read_rank(pipeline, own) for program, own in given)
+            at = connection.rank.coordinates.pipeline
+            programs = (ShapeFunctions(p.manifest, read_text(p.texts[at], p.manifest, at), own) for p, own in given)
             bound = signed(self.manifest)
             parallel = bound(connection, *programs, drawn=weights is None, graphs=replays)
         parallel.loss_type = getattr(self.model, "loss_type", None)
@@ -283,10 +282,6 @@ class CompiledProgram:
         if placed.type == "cpu":
             disable_malloc_trim()  # after the weights are read, whose memory goes back to the system
         return parallel
-
-    def _read_rank(self, pipeline: int, weights: Weights) -> ShapeFunctions:
-        text = read_program(self.texts[pipeline], text_filename(self.manifest, pipeline))
-        return ShapeFunctions(self.manifest, text, weights)
 
     def _read_weights(self, weights: nn.Module | Mapping[str, Tensor] | str | Path | None) -> Weights:
         """Return the given weights or the model's own; ValueError if some are missing that cannot be drawn."""

@@ -24,7 +24,6 @@ from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.cost.call_work import count_flops
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.durations import Durations, Precision
-from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import align_cut, cut_at
 from autoptd.passes.stages.fused_order import FusedOrder
@@ -261,10 +260,9 @@ class _Job:
             for text in describe_means(program, divided):
                 warn_caller(text)
         title = write_title(type(self.model).__name__, parameters)
-        flops = [sum(forward_work(node).flops for node in stage.graph.nodes) for stage in program.stages]
         # A long pipeline's schedule is large, so it is not kept: the check reads it from the texts.
         order = self.schedule, self.mesh.pipeline, self.num_microbatches, manifest.num_model_chunks
-        texts = emit_texts(program, manifest, make_schedule(*order), title=title, flops=flops)
+        texts = emit_texts(program, manifest, make_schedule(*order), title=title)
         known = program.buffers, title, self.model, self.loss_fn, program.symbols, self.options
         result = CompiledProgram(program.stages, program.log, texts, manifest, *known)
         if uncovered := result.check():

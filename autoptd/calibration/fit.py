@@ -130,9 +130,12 @@ def fit_link(measured: Results, device: Device, main: str, plain: float = math.n
         return replace(link, latency_seconds=min(measured["reduced"])[1] / 2)
     seconds = plain * statistics.median(divided / alone for alone, divided in measured["divided"])
     program = compile_block(kernel_timing.DIVIDED, main, 2)
-    return _solve(
-        lambda latency: _join(device, replace(link, latency_seconds=latency)), LATENCIES, program, seconds
-    ).node
+
+    def make(latency: float) -> Cluster:
+        own = replace(link, latency_seconds=latency)
+        return Cluster("", device, 2, 2, own, own)
+
+    return _solve(make, LATENCIES, program, seconds).node
 
 
 def _fit_rate(timed: Sequence[tuple[float, float]]) -> float:
@@ -149,10 +152,6 @@ def _link_alone(device: Device) -> Link:
 def _with_value(device: Device, name: str, value: Any) -> Cluster:
     link = _link_alone(device := replace(device, **{name: value}))
     return Cluster("", device, 1, 1, link, link)
-
-
-def _join(device: Device, link: Link) -> Cluster:
-    return Cluster("", device, 2, 2, link, link)
 
 
 def _spread(timed: Sequence[tuple[Product, float]], tile: tuple[int, int], multiprocessors: int) -> float:

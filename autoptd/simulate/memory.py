@@ -158,14 +158,6 @@ def add_up_slots(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
     return [sum(held[rank::p]) for rank in range(p)]
 
 
-def list_static(
-    manifest: Manifest, schedule: Schedule, sizes: Sequence[float], owned: Sequence[Owned], states: States
-) -> list[dict[str, float]]:
-    """Return the bytes that each pipeline rank holds throughout a step: states, slots of these `sizes`, outputs."""
-    slots = enumerate(add_up_slots(schedule, sizes))
-    return [states.held(owned[rank]) | {"slots": n} | count_outputs(manifest, rank) for rank, n in slots]
-
-
 def trace_memory(
     actions: Sequence[Action], times: Sequence[StageTimes], scattered: Mapping[int, float]
 ) -> Iterator[tuple[int, float, float]]:

@@ -17,7 +17,7 @@ from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
-from autoptd.simulate.memory import Owned, States, count_owned, freeze_idle, list_static, trace_memory
+from autoptd.simulate.memory import Owned, States, add_up_slots, count_outputs, count_owned, freeze_idle, trace_memory
 from autoptd.simulate.stage_times import StageTimes, time_stages
 
 Course = list[tuple[int, float]]
@@ -196,10 +196,11 @@ def hold_memory(
     The last moments are those of the phases after the schedule. None of it depends on when actions run.
     """
     copied = cluster.device.multiprocessors == 1  # processes on CPUs have gloo
-    owned = [count_owned(manifest, rank) for rank in range(len(schedule))]
-    static = list_static(manifest, schedule, [time.slot for time in times], owned, states)
+    slots = add_up_slots(schedule, [time.slot for time in times])
     courses, memory = [], []
-    for actions, own, held in zip(schedule, owned, static, strict=True):
+    for rank, actions in enumerate(schedule):
+        own = count_owned(manifest, rank)
+        held = states.held(own) | {"slots": slots[rank]} | count_outputs(manifest, rank)
         scattered = {stage: states.scattered(size, copied) for stage, size in own.after.items()}
         course = list(trace_memory(actions, times, scattered))
         for size in (states.scattered(own.trained, copied), states.copied(own)):

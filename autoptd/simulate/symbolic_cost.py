@@ -174,10 +174,7 @@ class _Bill:
                 named.add(name)
         for node, size in _list_kept(stage, ledger, self._sizes):
             self._count(info(node).layer, [("saved", size)])
-
-    @property
-    def lines(self) -> Counter[Line]:
-        return sum(self.by_layer.values(), Counter())
+        self.lines: Counter[Line] = sum(self.by_layer.values(), Counter())
 
     def _count(self, label: Label, lines: Iterable[Line]) -> None:
         counter = self.by_layer.setdefault(label, Counter())

@@ -10,9 +10,8 @@ from torch import Tensor, fx, nn
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates
 from autoptd.runtime.program.placement import Parameter
-from autoptd.runtime.program.program_text import read_program
 from autoptd.runtime.program.schedule import Action
-from autoptd.text.reader import text_filename, trace_stages
+from autoptd.text.reader import read_text, trace_stages
 
 
 class Slice(NamedTuple):
@@ -59,7 +58,7 @@ class RankProgram:
     @cached_property
     def schedule(self) -> tuple[Action, ...]:
         """Return the rank's actions in one step, in order: the text's SCHEDULE."""
-        return read_program(self.code, self._filename).actions
+        return read_text(self.code, self.manifest, self.coordinates.pipeline).actions
 
     @cached_property
     def parameters(self) -> dict[str, LocalParameter]:
@@ -85,16 +84,13 @@ class RankProgram:
             value = torch.empty(local.local_shape, dtype=parameter.dtype, device=placed)
             tensors[name] = nn.Parameter(value, parameter.requires_grad) if parameter.kind == "parameter" else value
         root = nn.Module()
-        for index, graph in trace_stages(self.code, self._filename, self.manifest).items():
+        text = read_text(self.code, self.manifest, self.coordinates.pipeline)
+        for index, graph in trace_stages(text, self.manifest).items():
             for node in graph.nodes:  # rank.device, where the stage makes tensors itself
                 node.kwargs = {k: placed if k == "device" else v for k, v in node.kwargs.items()}
             own = {name: tensors[name] for name in self.manifest.stages[index].parameters}
             root.add_module(f"stage_{index}", fx.GraphModule(own, graph, f"Stage{index}"))
         return root
-
-    @property
-    def _filename(self) -> str:
-        return text_filename(self.manifest, self.coordinates.pipeline)
 
 
 def find_slice(parameter: Parameter, size: int, index: int) -> Slice:

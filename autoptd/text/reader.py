@@ -31,7 +31,12 @@ def trace_program(texts: Sequence[str], manifest: Manifest, *, buffers: Mapping[
 
 def read_texts(texts: Sequence[str], manifest: Manifest) -> tuple[ProgramText, ...]:
     """Read the texts of all pipeline ranks. This runs their code."""
-    return tuple(read_program(text, text_filename(manifest, rank)) for rank, text in enumerate(texts))
+    return tuple(read_text(text, manifest, rank) for rank, text in enumerate(texts))
+
+
+def read_text(text: str, manifest: Manifest, pipeline_rank: int) -> ProgramText:
+    """Read the text of one pipeline rank. This runs its code."""
+    return read_program(text, text_filename(manifest, pipeline_rank))
 
 
 def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mapping[str, Tensor]) -> Program:
@@ -73,9 +78,9 @@ def text_filename(manifest: Manifest, pipeline_rank: int) -> str:
     return f"{shape_folder(manifest.shape)}/{name}" if manifest.shape else name
 
 
-def trace_stages(text: str, filename: str, manifest: Manifest) -> dict[int, fx.Graph]:
+def trace_stages(program: ProgramText, manifest: Manifest) -> dict[int, fx.Graph]:
     """Return the graphs of one text's stages by index; see `trace_program`."""
-    program, propagation = read_program(text, filename), Propagation(manifest.mesh, META)
+    propagation = Propagation(manifest.mesh, META)
     return {index: _trace_stage(program, index, manifest, propagation) for index in program.stages}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import fx
 
+from autoptd.passes.cost.work import forward_work
 from autoptd.passes.ir.nodes import info, module_path, nodes_in, walk
 from autoptd.passes.ir.program import Program, Stage, constants_made, recomputed_groups
 from autoptd.runtime.comm.transfer import is_scattered
@@ -26,22 +27,20 @@ from autoptd.text.statements import WIDTH, align, write_body, write_calls, write
 ADVICE = "This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it."
 
 
-def emit_texts(
-    program: Program, manifest: Manifest, schedule: Schedule, *, title: str, flops: Sequence[int] = ()
-) -> tuple[str, ...]:
+def emit_texts(program: Program, manifest: Manifest, schedule: Schedule, *, title: str) -> tuple[str, ...]:
     """Write one program per pipeline rank of a cut `program`.
 
-    `schedule` has one row of actions per pipeline rank; `title` names the model ("GPT-24, 16 heads"). `flops`, shown
-    in the header if given, are each stage's forward FLOPs a microbatch and rank. ValueError for what it cannot write.
+    `schedule` has one row of actions per pipeline rank; `title` names the model ("GPT-24, 16 heads"). ValueError for
+    what it cannot write.
     """
     headings, mesh = find_headings(program.stages), program.mesh
     log = [line for entry in program.log for line in _wrap(entry, "    ")]
     totals = []
     for index, stage in enumerate(program.stages):
         size = sum(prod(p.local_shape(mesh.sizes)) * p.dtype.itemsize for p in stage.parameters.values())
-        held = f"{write_bytes(size)} of parameters"
-        work = f"{flops[index] / 1e9:.3g} GFLOP forward, " if flops else ""
-        totals.append(_wrap(f"stage {index}: {_find_range(stage)}: {work}{held} per rank", "    "))
+        work = sum(forward_work(node).flops for node in stage.graph.nodes) / 1e9
+        held = f"{work:.3g} GFLOP forward, {write_bytes(size)} of parameters per rank"
+        totals.append(_wrap(f"stage {index}: {_find_range(stage)}: {held}", "    "))
     texts = []
     for rank in range(mesh.pipeline):
         indices = range(rank, len(program.stages), mesh.pipeline)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autoptd.capture.results import find_loss, find_outputs
 from autoptd.capture.source_lines import short_line, user_line
@@ -268,12 +268,9 @@ def _notes(program: Program, manifest: Manifest, casts: Sequence[int], anew: Ite
             f"so were those of autocast to {str(manifest.autocast).removeprefix('torch.')}; the plain model ran "
             "without autocast, which does not cast float64"
         )
-    if any(node.target is kernels.uniform for stage in program.stages for node in stage.graph.nodes):
+    nodes = [node for stage in program.stages for node in stage.graph.nodes]
+    if any(node.target is kernels.uniform for node in nodes):
         yield "random numbers that forward draws are those of the program's seed in both"
-    if any(_drops(node) for stage in program.stages for node in stage.graph.nodes):
+    ours = (node for node in nodes if getattr(node.target, "__module__", "").startswith(kernels.__name__))
+    if any(argument(node, "p") for node in ours):
         yield "dropout was off in both; its masks have their own tests"
-
-
-def _drops(node: fx.Node) -> bool:
-    ours = getattr(node.target, "__module__", "").startswith(kernels.__name__)
-    return ours and bool(argument(node, "p"))

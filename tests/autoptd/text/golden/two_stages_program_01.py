@@ -2,7 +2,7 @@
 capture 40 nodes
 shard_tensors 40 -> 46 nodes
 cut_stages 2 stages
-stage 1: gate - head: 0.0045 GFLOP forward, 960 B of parameters per rank
+stage 1: gate - head: 4.15e-06 GFLOP forward, 960 B of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
 
