@@ -27,6 +27,7 @@ from autoptd.passes.cost.durations import Durations, Precision
 from autoptd.passes.ir.program import Program
 from autoptd.passes.stages.cut import align_cut, cut_at
 from autoptd.passes.stages.fused_order import FusedOrder
+from autoptd.passes.tensor_parallel.sequence import has_divided_tokens
 from autoptd.planning.layer_costs import LayerCosts
 from autoptd.planning.search import plan
 from autoptd.planning.stage_cut import describe_cut, find_cut
@@ -40,7 +41,6 @@ from autoptd.text.writer import emit_texts, keep_text
 from autoptd.weights.deferred_init import read_initial
 
 MOST_CUTS = 3  # programs that are made of one model, each cut in less memory than the one before
-Search = Callable[[int | None], tuple[tuple[int, ...], str, Sequence[int]]]  # see `_Job.search`
 
 
 def compile(
@@ -93,7 +93,7 @@ def compile(
         fuse: join chains of memory-bound operators into one kernel each (SC21 §4.2; passes/fusion/rules.py).
         layout: "sbh" holds activations [s, b, h] where that copies no more memory (SC21 §4.2), "bsh" as the user does.
         rules: sharding rules of custom operators, e.g. ``{"mylib.op": "b s h!, h -> b s h"}`` (see `text_rule`).
-        sequence_parallel: divide the tokens between divided regions (passes/tensor_parallel); None: where it pays.
+        sequence_parallel: divide the tokens between divided regions; None: where it is faster, or fits the `cluster`.
         expert: the ranks over which experts of a mixture are divided, t times a divisor of d; default t.
         device: the type that forward sees, as "cuda", on any machine; default that of the weights, for meta "cpu".
         seed: of dropout masks and of a meta model's first weights; they depend on neither mesh nor microbatch size.
@@ -116,14 +116,12 @@ def compile(
 
 @paused_collector()
 @leave_modes()
-def _compile(
-    model: nn.Module, mesh: object, *, example_inputs: Any, microbatch_size: int | None, **job: Any
-) -> CompiledProgram:
+def _compile(model: nn.Module, *, example_inputs: Any, microbatch_size: int | None, **job: Any) -> CompiledProgram:
     """Compile the `model` for one mesh, with the other arguments of `compile`.
 
     Further input shapes are divided and cut where the first one is.
     """
-    known = options.fold_experts(options.read_mesh(mesh), job.pop("expert", None))
+    known = options.fold_experts(options.read_mesh(job.pop("mesh")), job.pop("expert"))
     defaults = {"schedule": "interleaved_1f1b", "num_microbatches": 8 * known.pipeline, "recompute": "none"}
     job |= {name: value for name, value in defaults.items() if job[name] is None}
     job["cluster"] = None if job["cluster"] is None else Cluster.load(job["cluster"])
@@ -139,11 +137,7 @@ def _compile(
         chosen = replace(chosen, sequence_parallel=False)
     with show_progress("compile") as say:
         settled = _Job(read_quantized(model), known, chosen, say, **job)
-        divided = settled.divide(examples[0], microbatch_size)
-        collect_garbage()
-        with leave_autocast():
-            # The call alone holds the search, and drops it when it is no longer needed.
-            positions, first = settled.fit(divided, settled.search(divided))
+        divided, positions, first = settled.fit(examples[0], microbatch_size)
         further = []
         for number, example in enumerate(examples[1:], 1):
             with input_shapes.naming_shape(number, example):
@@ -193,7 +187,7 @@ class _Job:
             program = run_passes(select_passes(self.options, "divide"), program, self.say, keep_text)
         return program if first is None else input_shapes.keep_whole(program, first)
 
-    def search(self, divided: Program) -> Search:
+    def search(self, divided: Program) -> Callable[[int | None], tuple[tuple[int, ...], str, Sequence[int]]]:
         """Return the search for a cut of the `divided` program, which alone holds the kernels that it times.
 
         Within a limit it finds where a cut stands, its line for the log, and the bytes of the ranks. Raises ValueError,
@@ -222,28 +216,41 @@ class _Job:
         """The cluster by whose times stages are balanced."""
         return self.options.cluster or Cluster.load("dgx-a100")
 
-    def fit(self, divided: Program, find: Search) -> tuple[tuple[int, ...], CompiledProgram]:
-        """Return a cut and its program, within the memory of a given cluster if one is found. Warns if none is."""
-        if self.options.cluster is None:
-            positions, entry, _ = find(None)
-            del find  # and the kernels that it timed, before the program is made
-            return positions, self.finish(divided, positions, entry)
-        limit = most = int(self.cluster.device.usable_bytes)
-        for _ in range(MOST_CUTS):
-            positions, entry, held = find(limit)
-            program = self.finish(divided, positions, entry)
-            memory = program.simulate(self.cluster, self.dtype, **vars(self.training)).memory_bytes
-            over = max(memory) - most
-            if over <= 0 or max(held) > limit:
-                break
-            limit -= over  # which the sums of items did not know
+    def fit(self, example: Any, size: int | None, *log: str) -> tuple[Program, Sequence[int], CompiledProgram]:
+        """Return the divided program, a cut and the compiled program, within the memory of a given cluster if possible.
+
+        Tokens are divided where whole ones do not fit, if nobody decided that. Warns if no cut is found to fit.
+        """
+        divided = self.divide(example, size)
+        divided = replace(divided, log=(*divided.log, *log))
+        collect_garbage()
+        with leave_autocast():
+            find = self.search(divided)
+            if self.options.cluster is None:
+                positions, entry, _ = find(None)
+                del find  # and the kernels that it timed, before the program is made
+                return divided, positions, self.finish(divided, positions, entry)
+            limit = most = int(self.cluster.device.usable_bytes)
+            for _ in range(MOST_CUTS):
+                positions, entry, held = find(limit)
+                program = self.finish(divided, positions, entry)
+                memory = program.simulate(self.cluster, self.dtype, **vars(self.training)).memory_bytes
+                over = max(memory) - most
+                if over <= 0 or max(held) > limit:
+                    break
+                limit -= over  # which the sums of items did not know
         if over > 0:
+            whole = self.mesh.tensor > 1 and not has_divided_tokens(divided.stages[0].graph)
+            if whole and self.options.sequence_parallel is None:
+                other = replace(self, options=replace(self.options, sequence_parallel=True))
+                why = f"tokens divided: with whole ones a rank holds {over:,} bytes more than {self.cluster.name} has"
+                return other.fit(example, size, why)
             warn_caller(
                 f"the program does not fit {self.cluster.name}: pipeline rank {memory.index(max(memory))} holds "
                 f"{max(memory):,} bytes, {over:,} more than a device's {most:,}, and no better cut was found; more "
                 'pipeline ranks, a smaller microbatch or recompute="full" hold less (see autoptd.plan)'
             )
-        return positions, program
+        return divided, positions, program
 
     def finish(self, divided: Program, positions: Sequence[int], entry: str, shape: int = 0) -> CompiledProgram:
         """Cut the `divided` program at `positions`, rewrite its stages, emit and check their texts."""

@@ -74,7 +74,8 @@ def _plan(args: argparse.Namespace) -> Outcome:
     meshes = [(own.tensor, own.pipeline, own.data) for own in plans]
     options, plain = {**plans[0].options, "mesh": ",".join(map(str, meshes[0]))}, inspect.signature(compile).parameters
     chosen = [(name.replace("_", "-"), own) for name, own in options.items() if own != plain[name].default]
-    words = [word for name, own in chosen for word in ([f"--no-{name}"] if own is False else [f"--{name}", str(own)])]
+    values = ((f"--{'' if own else 'no-'}{n}", [str(own)] * (not isinstance(own, bool))) for n, own in chosen)
+    words = [word for flag, value in values for word in (flag, *value)]
     command = shlex.join(["autoptd", "compile", args.model, *words, "-o", "out/"])
     speeds = [own.throughput.describe(args.tokens, args.price) for own in plans]
     rows = zip(meshes, plans, speeds, strict=True)
@@ -251,6 +252,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "--seed": {"type": int, "help": "of weights, dropout and batches"},
     "--top": {"type": int, "default": 12, "help": "meshes to simulate and show"},
     "--model": {"help": "the plain model, module:callable"},
+    "--sequence-parallel": {**FLAG, "default": None, "help": "divide tokens too; default where it is faster, or fits"},
     "--overlap": {**FLAG, "help": "send messages and sum gradients while the device computes"},
     "--wide-gradients": {**FLAG, "help": "sum gradients in at least float32"},
     "--zero": {"type": int, "default": 0, "help": "1: the replicas share the optimizer's states"},
@@ -265,9 +267,9 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
 STEP = "--cluster! --dtype --overlap --wide-gradients --zero"
 COMMANDS: Mapping[Callable[[argparse.Namespace], Outcome], str] = {
     _plan: f"model --world-size! --global-batch! {STEP} --mesh --max-tensor --microbatch-size --num-model-chunks "
-    "--schedule --recompute --top --tokens --price",
+    "--schedule --recompute --sequence-parallel --top --tokens --price",
     _compile: "model --mesh! --output! --microbatch-size --num-microbatches --num-model-chunks --schedule --recompute "
-    f"--expert --seed --world-size --global-batch {STEP.replace('!', '')}",
+    f"--expert --sequence-parallel --seed --world-size --global-batch {STEP.replace('!', '')}",
     _inspect: "program",
     _simulate: f"program {STEP} --trace --tokens --price",
     _verify: "program --model! --seed",

@@ -42,11 +42,12 @@ def print_plans(console: Console, plans: Sequence[Plan], considered: int, lines:
     rows = []
     for plan in plans:
         data = f"{plan.data}{f' e={plan.expert}' if plan.expert else ''}"
-        sizes = plan.tensor, plan.pipeline, data, plan.num_model_chunks, plan.microbatch_size, plan.num_microbatches
+        tensor = f"{plan.tensor}{' sp' * plan.sequence_parallel}"
+        sizes = tensor, plan.pipeline, data, plan.num_model_chunks, plan.microbatch_size, plan.num_microbatches
         found = format_seconds(plan.step_seconds), write_bytes(plan.memory_bytes), f"{plan.mfu:.1%}", plan.why
         rows.append([str(cell) for cell in (*sizes, plan.schedule, plan.recompute, *found)])
     _print_table(console, head, rows, words=(6, 7, 11))
-    console.print("t tensor, p pipeline, d data ranks; v model chunks a rank; m microbatches of b sequences")
+    console.print("t tensor (sp: tokens too), p pipeline, d data ranks; v chunks a rank; m microbatches of b sequences")
     console.print("memory of the fullest rank; MFU model FLOPs utilisation; why: the largest loss")
     print_lines(console, describe_uncounted(plans[0].uncounted))
     if considered > len(plans):

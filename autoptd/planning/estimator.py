@@ -82,11 +82,9 @@ class Estimator:
         self.examples = read_examples(model, example_inputs, loss_fn, None)
         self._model, self._short = model, shorten_model(model, self.examples)
         self._given: dict[str, Any] = {"example_inputs": example_inputs, "loss_fn": loss_fn}
-        self._scatter_gather, self._options = scatter_gather, options
-        self._once = cache(operator.call)  # of the model captured, arranged, divided
-        self._rows: dict[tuple[int, int | None, str | int, int], LayerCosts] = {}
-        self._exchanging: dict[tuple[Key, Mesh], LayerCosts] = {}
-        self._stages: dict[Candidate, Divided] = {}
+        self._scatter_gather, self.options = scatter_gather, options
+        self._once = cache(operator.call)  # of the model captured, arranged, divided, cut
+        self.rows: dict[Key, LayerCosts] = {}  # that are measured
         self.uncounted: dict[str, float] = {}  # of a simulation
 
     @property
@@ -97,23 +95,28 @@ class Estimator:
         dims = (i.shape[i.batch_dim] for i in self.examples.inputs if i.batch_dim is not None)
         return min(dims, default=1)
 
-    def measure(self, tensor: int, microbatch_size: int | None, recompute: str | int, expert: int = 0) -> LayerCosts:
-        """Measure the calls; raise ValueError if the model does not divide by `tensor`, or cannot be recomputed so."""
-        key = tensor, microbatch_size, recompute, expert
-        if key not in self._rows:
+    def measure(
+        self, tensor: int, microbatch_size: int, recompute: str | int, expert: int = 0, tokens: bool = False
+    ) -> LayerCosts:
+        """Measure the calls; raise ValueError if the model does not divide by `tensor`, or cannot be recomputed so.
+
+        With `tokens` these are divided, although it takes longer.
+        """
+        key = tensor, microbatch_size, recompute, expert, tokens
+        if key not in self.rows:
             try:
-                self._rows[key] = self._measure(*key)
+                self.rows[key] = self._measure(key)
             except ValueError as error:
                 if isinstance(error, IndivisibleError) or not self._short[1]:  # of a layer: so for all
                     raise
                 self._short = self._model, 0  # the whole says whether it is the model that is wrong
                 self._once.cache_clear()
-                self._rows[key] = self._measure(*key)
-        return self._rows[key]
+                self.rows[key] = self._measure(key)
+        return self.rows[key]
 
     def pipeline_seconds(self, candidate: Candidate) -> float:
         """Return the seconds of a step's schedule; raise ValueError for an impossible candidate."""
-        return self._known_stages(candidate)[2]
+        return float(self._once(self._divide_stages, candidate)[2])
 
     def _time_schedule(self, candidate: Candidate, times: Sequence[StageTimes]) -> float:
         p, m = candidate.pipeline, candidate.num_microbatches
@@ -134,15 +137,15 @@ class Estimator:
         With `search` it is cut as `compile` does, which takes a second where ranks have several stages; without, the
         slowest stage is as fast as can be.
         """
-        self._stages[candidate] = self._divide_stages(candidate, limit, search)
-        estimate = self.estimate(candidate)
-        del self._stages[candidate]  # another limit has another cut
-        return estimate
+        return self._estimate(candidate, self._divide_stages(candidate, limit, search))
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Estimate a step and its parts, of stages without a limit; raise ValueError for an impossible candidate."""
+        return self._estimate(candidate, self._once(self._divide_stages, candidate))
+
+    def _estimate(self, candidate: Candidate, divided: Divided) -> Estimate:
         p, m = candidate.pipeline, candidate.num_microbatches
-        manifest, times, pipelined = self._known_stages(candidate)
+        manifest, times, pipelined = divided
         count = self._shares(candidate)[0][0]
         schedule, order = schedule_times.order_actions(candidate.schedule, p, count, candidate.num_model_chunks)
         manifest = replace(manifest, num_microbatches=count)
@@ -186,11 +189,6 @@ class Estimator:
         )
         return seconds, *max(ranks, key=lambda rank: rank[0] + more * rank[1])
 
-    def _known_stages(self, candidate: Candidate) -> Divided:
-        if candidate not in self._stages:
-            self._stages[candidate] = self._divide_stages(candidate)
-        return self._stages[candidate]
-
     def _divide_stages(self, candidate: Candidate, limit: int | None = None, search: bool = False) -> Divided:
         row, mesh, v = self._row(candidate), candidate.mesh, candidate.num_model_chunks
         given: Any = {"limit": limit, "training": self.training, "scatter_gather": self._scatter_gather}
@@ -200,14 +198,13 @@ class Estimator:
 
     def _row(self, candidate: Candidate) -> LayerCosts:
         """Return the costs of a candidate's calls; those that send rows to experts depend on where its ranks are."""
-        row, place = self.measure(*candidate.key), (candidate.key, candidate.mesh)
-        if candidate.expert and place not in self._exchanging:
-            self._exchanging[place] = row.on(candidate.mesh)
-        return self._exchanging.get(place, row)
+        row = self.measure(*candidate.key)
+        return self._once(row.on, candidate.mesh) if candidate.expert else row
 
-    def _measure(self, tensor: int, microbatch_size: int | None, recompute: str | int, expert: int) -> LayerCosts:
-        divided = self._once(self._divide, tensor, microbatch_size, expert or tensor)
-        finishing = select_passes(replace(self._options, recompute=recompute), "finish")
+    def _measure(self, key: Key) -> LayerCosts:
+        tensor, microbatch_size, recompute, expert, tokens = key
+        divided = self._once(self._divide, tensor, microbatch_size, expert or tensor, tokens)
+        finishing = select_passes(replace(self.options, recompute=recompute), "finish")
         with show_progress("plan") as say:
             say("finish uncut")
             fused_order = FusedOrder(divided, finishing)
@@ -217,19 +214,20 @@ class Estimator:
         durations = Durations(self.cluster, mesh, precision, self.training.overlap)
         return LayerCosts(fused_order, self._short[1], durations)
 
-    def _capture(self, microbatch_size: int | None) -> Program:
-        given: Any = {**self._given, "microbatch_size": microbatch_size, "device": self._options.device}
+    def _capture(self, microbatch_size: int) -> Program:
+        given: Any = {**self._given, "microbatch_size": microbatch_size, "device": self.options.device}
         return capture(self._short[0], mesh=Mesh(1, 1, 1), **given)
 
-    def _arrange(self, divides: bool, microbatch_size: int | None) -> Program:
+    def _arrange(self, divides: bool, microbatch_size: int) -> Program:
         """Arrange the model for any number of tensor ranks above one, or for a single one, which has its own layout."""
         captured = self._once(self._capture, microbatch_size)
-        return self._rewrite(captured, Mesh(2 if divides else 1, 1, 1), select_passes(self._options, "arrange"))
+        return self._rewrite(captured, Mesh(2 if divides else 1, 1, 1), select_passes(self.options, "arrange"))
 
-    def _divide(self, tensor: int, microbatch_size: int | None, expert: int) -> Program:
+    def _divide(self, tensor: int, microbatch_size: int, expert: int, tokens: bool) -> Program:
         arranged = self._once(self._arrange, tensor > 1, microbatch_size)
         mesh = Mesh(tensor, 1, expert // tensor, expert=expert)
-        return self._rewrite(arranged, mesh, select_passes(self._options, "divide"))
+        options = replace(self.options, sequence_parallel=tokens or self.options.sequence_parallel)
+        return self._rewrite(arranged, mesh, select_passes(options, "divide"))
 
     def _rewrite(self, program: Program, mesh: Mesh, passes: Passes) -> Program:
         with show_progress("plan") as say:

@@ -12,9 +12,9 @@ from autoptd.capture.example_inputs import make_example
 from autoptd.options import Options
 from autoptd.passes.ir.nodes import module_path
 from autoptd.passes.ir.program import Stage
+from autoptd.passes.tensor_parallel.sequence import has_divided_tokens
 from autoptd.planning.estimator import Estimator
 from autoptd.planning.plan import Candidate
-from autoptd.runtime import collectives
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.schedule import make_schedule
 from autoptd.simulate.step import Simulation, Training, simulate_program
@@ -118,7 +118,7 @@ def explain_program(
     computed = ([entry for entry in row if entry.action.kind.computes] for row in simulation.timeline)
     work = tuple(sum(entry.end - entry.start for entry in row) for row in computed)
     reordered = manifest.mesh.ranks is not None
-    divided = any(n.target in collectives.SCATTERED for stage in stages for n in stage.graph.nodes)
+    divided = any(has_divided_tokens(stage.graph) for stage in stages)
     cluster, device = simulation.cluster, manifest.device
     options = options or Options(manifest.recompute, sequence_parallel=divided, device=device, cluster=cluster)
     model = None if reordered else model
@@ -128,10 +128,9 @@ def explain_program(
     else:
         known = model, cluster, manifest.mesh.size, simulation.dtype, training
         given: Any = {"example_inputs": make_example(manifest), "loss_fn": loss_fn}
-        given["scatter_gather"] = manifest.scatter_gather
-        both = options, replace(options, sequence_parallel=not divided)
-        estimators = [Estimator(*known, **given, options=each) for each in both]
-        changes += _change(manifest, options.recompute, *estimators, divided=divided)
+        settings = replace(options, sequence_parallel=False) if divided else options  # a candidate says where
+        given |= {"scatter_gather": manifest.scatter_gather, "options": settings}
+        changes += _change(manifest, options.recompute, Estimator(*known, **given), divided)
     modules = ", ".join(_name_modules(stage) for stage in stages[simulation.critical_rank :: p])
     exposed = {kind: simulation.breakdown[kind] for kind in ("tensor", "pipeline", "data")}
     return Explanation(simulation, modules, (p - 1) / (v * m), exposed, work, tuple(changes))
@@ -161,25 +160,25 @@ def _simulate_changes(
         yield Change(what, found.step_seconds, max(found.memory_bytes), each, trains_alike=number == m)
 
 
-def _change(
-    manifest: Manifest, recompute: str | int, estimator: Estimator, other: Estimator, *, divided: bool
-) -> Iterator[Change]:
-    """Yield the changes; `other` estimates with whole tokens where they are `divided`, or the other way round."""
+def _change(manifest: Manifest, recompute: str | int, estimator: Estimator, divided: bool) -> Iterator[Change]:
+    """Yield the changes from a program whose tokens are `divided`, or whole."""
     mesh, m, v = manifest.mesh, manifest.num_microbatches, manifest.num_model_chunks
     sizes = mesh.tensor, mesh.pipeline, mesh.data, manifest.microbatch_size, m, v
-    own = Candidate(*sizes, recompute, manifest.schedule, expert=mesh.expert if mesh.expert > mesh.tensor else 0)
+    expert = mesh.expert if mesh.expert > mesh.tensor else 0
+    own = Candidate(*sizes, recompute, manifest.schedule, expert=expert, sequence_parallel=divided)
     now = estimator.fit(own, None, search=True).step_seconds / (m * mesh.data)
-    rows = [(what, candidate, estimator) for what, candidate in _list_neighbours(own)]
+    rows = [*_list_neighbours(own)]
     if mesh.tensor > 1:
-        rows.append((f"{'whole' if divided else 'divided'} tokens between divided regions", own, other))
+        other = replace(own, sequence_parallel=not divided)
+        rows.append((f"{'whole' if divided else 'divided'} tokens between divided regions", other))
     if own.expert:
-        rows.append(("the experts of a tensor rank whole on each replica", replace(own, expert=0), estimator))
+        rows.append(("the experts of a tensor rank whole on each replica", replace(own, expert=0)))
     elif (groups := gcd(mesh.data, estimator.measure(*own.key).experts // mesh.tensor or 1)) > 1:
         ranks = mesh.tensor * groups
-        rows.append((f"experts divided over {ranks} ranks", replace(own, expert=ranks), estimator))
-    for what, candidate, chosen in rows:
+        rows.append((f"experts divided over {ranks} ranks", replace(own, expert=ranks)))
+    for what, candidate in rows:
         try:
-            found = chosen.fit(candidate, None, search=True)
+            found = estimator.fit(candidate, None, search=True)
         except ValueError as error:
             yield Change(what, refused=str(error))
             continue

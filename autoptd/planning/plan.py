@@ -15,14 +15,15 @@ from autoptd.runtime.program.mesh import Mesh
 RECOMPUTE = ("none", "selective", "full")
 LEAST_SHARE, LEAST_LOSS = 0.005, 0.0005  # less would be printed as 0 %
 MOST_CHUNKS = 8  # more save little bubble and send as much again
-Key = tuple[int, int, str | int, int]  # tensor ranks, microbatch size, recomputation, expert ranks
+Key = tuple[int, int, str | int, int, bool]  # tensor ranks, microbatch size, recomputation, expert ranks, tokens
 
 
 @dataclass(frozen=True, order=True)
 class Candidate:
     """A way to train: t, p, d, b (sequences), m (microbatches per pipeline), v, the recomputation and the schedule.
 
-    Experts of a mixture are divided over `expert` ranks; 0: over the tensor ranks.
+    Experts of a mixture are divided over `expert` ranks; 0: over the tensor ranks. With `sequence_parallel` tokens are
+    divided; else as the options of `compile` say, by default where it pays.
     """
 
     tensor: int
@@ -34,6 +35,7 @@ class Candidate:
     recompute: str | int
     schedule: str
     expert: int = field(default=0, kw_only=True)
+    sequence_parallel: bool = field(default=False, kw_only=True)
 
     @property
     def mesh(self) -> Mesh:
@@ -46,19 +48,19 @@ class Candidate:
     @property
     def key(self) -> Key:
         """The settings that the costs of its calls depend on."""
-        return self.tensor, self.microbatch_size, self.recompute, self.expert
+        return self.tensor, self.microbatch_size, self.recompute, self.expert, self.sequence_parallel
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of `autoptd.compile` that follow it."""
         names = ("mesh", "schedule", "num_model_chunks", "microbatch_size", "num_microbatches", "recompute")
-        further = {"expert": self.expert} if self.expert else {}
-        return {name: getattr(self, name) for name in names} | further
+        further = (name for name in ("expert", "sequence_parallel") if getattr(self, name))
+        return {name: getattr(self, name) for name in (*names, *further)}
 
     def __str__(self) -> str:
         return (
             f"{self.mesh}, {self.num_microbatches} microbatches of {self.microbatch_size}, "
-            f"{self.num_model_chunks} chunks, recompute {self.recompute}"
+            f"{self.num_model_chunks} chunks, recompute {self.recompute}{', tokens divided' * self.sequence_parallel}"
         )
 
 
@@ -90,7 +92,8 @@ class Plan(Candidate):
     @property
     def options(self) -> dict[str, Any]:
         """The arguments of `autoptd.compile` that make its program, but for those of the model and its inputs."""
-        return {**super().options, **self.given}
+        own = super().options
+        return {**own, **self.given, **own}  # in this order
 
     @property
     def simulated(self) -> bool:

@@ -7,7 +7,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -24,8 +24,9 @@ from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.throughput import count_tokens
 from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.recompute import find_cores
+from autoptd.passes.tensor_parallel.sequence import has_divided_tokens
 from autoptd.planning.estimator import Estimate, Estimator
-from autoptd.planning.plan import LEAST_LOSS, RECOMPUTE, Candidate, Key, Plan, Space, explain_rank
+from autoptd.planning.plan import LEAST_LOSS, RECOMPUTE, Candidate, Plan, Space, explain_rank
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Kind, compute_order
 from autoptd.simulate.step import Training
@@ -68,12 +69,11 @@ def plan(
 
     Considered are all meshes (t, p, d) of that size, microbatches of 1, 2, 4, … sequences, up to 8 model chunks a
     pipeline rank (no more stages than layers), and recomputation of nothing, the attention weights or all layers.
-    GPipe takes as long as 1F1B and more memory, and is considered only when asked for.
+    GPipe, which takes more memory than 1F1B, only if asked for. Tokens are divided where it pays, or to fit.
 
     Args:
         model: as for `autoptd.compile`; its weights may be on the meta device.
-        world_size: devices.
-        global_batch: sequences in a step, of all replicas.
+        world_size: devices; global_batch: sequences in a step, of all replicas.
         cluster: see `Cluster.load`, which takes a name or path too.
         dtype: computes in this type; default the model's own.
         mesh: (tensor, pipeline, data): the result is the best plan of all meshes, and that of this one.
@@ -97,17 +97,17 @@ def plan(
     check_counts(world_size=world_size, global_batch=global_batch, top=top)
     check_free_counts(max_tensor=max_tensor, microbatch_size=microbatch_size, num_model_chunks=num_model_chunks)
     described = Cluster.load(cluster)
-    given: Any = {"example_inputs": list_examples(example_inputs)[0], "loss_fn": loss_fn}
-    written: Any = {"layout": layout, "rules": rules, "sequence_parallel": sequence_parallel, "fuse": fuse}
-    written |= {"device": device}
+    examples = list_examples(example_inputs)
+    given: Any = {"example_inputs": examples[0], "loss_fn": loss_fn}
+    by_tokens = sequence_parallel if len(examples) == 1 else bool(sequence_parallel)  # of several t may divide some
+    written: Any = {"layout": layout, "rules": rules, "sequence_parallel": by_tokens, "fuse": fuse, "device": device}
     given |= {"scatter_gather": scatter_gather, "options": Options(cluster=described, overlap=overlap, **written)}
     run: Any = {"overlap": overlap, "zero": zero, "wide_gradients": wide_gradients}
     estimator = Estimator(model, described, world_size, dtype, Training(**run), **given)
     size = microbatch_size or estimator.example_size
-    fixed = (max_tensor, size, num_model_chunks, schedule, recompute)
-    plans = _search(estimator, Space(world_size, global_batch, described, *fixed), mesh, top)
+    space = Space(world_size, global_batch, described, max_tensor, size, num_model_chunks, schedule, recompute)
     known = {**written, **run, "dtype": dtype, "scatter_gather": scatter_gather, "cluster": cluster}
-    return tuple(replace(own, given=known) for own in plans)
+    return tuple(replace(own, given=known) for own in _search(estimator, space, mesh, top))
 
 
 def _search(estimator: Estimator, space: Space, mesh: tuple[int, ...] | Mesh | None, top: int) -> tuple[Plan, ...]:
@@ -133,7 +133,9 @@ class Search:
         self._each = (twice.seconds - self._whole.seconds) / self._size
         # By tensor and expert ranks, and what is computed again; None: whatever it is.
         self._refused: dict[tuple[int, int, str | int | None], str] = {}
-        self._measured: set[Key] = set()
+        self._candidates: set[Candidate] = set()
+        # By bound, and in order. What it is of: fewer measurements; the candidate's own schedule; its cut, too full.
+        self._heap: list[tuple[float, int, int, Candidate]] = []
         self._found: dict[Mesh, tuple[Candidate, Estimate]] = {}
         self._full: dict[Mesh, list[tuple[float, Candidate]]] = {}
         self._best = math.inf
@@ -141,34 +143,43 @@ class Search:
     def run(self, top: int = 1) -> tuple[Plan, ...]:
         """Return the plans of all meshes, the `top` simulated; raise ValueError if none fits."""
         whole, cores = self._whole, bool(find_cores(self._whole.row.stage.graph))
-        candidates = list(self._space.candidates(whole.layers, whole.units, whole.experts, cores=cores))
-        if not candidates:
+        heap = self._heap
+        for candidate in self._space.candidates(whole.layers, whole.units, whole.experts, cores=cores):
+            self._enqueue(candidate)
+        if not self._candidates:
             raise ValueError(self._explain_none())
-        # What a bound is of: fewer measurements; the candidate's own schedule; its cut, which does not fit.
-        heap: list[tuple[float, int, int]] = []
-        for index, candidate in enumerate(candidates):
-            if not self._is_too_full(candidate):
-                heapq.heappush(heap, (self._extrapolate(candidate), index, 0))
         while heap and (heap[0][0] <= self._best or len(self._found) < top):
-            bound, index, level = heapq.heappop(heap)
-            candidate = candidates[index]
+            bound, index, level, candidate = heapq.heappop(heap)
             found = self._found.get(candidate.mesh)
             late = self._best < bound and candidate.num_model_chunks == 1  # chunks are cut again, and may yet be best
             if found and (found[1].step_seconds <= bound or (late and found[0].num_model_chunks > 1)):
                 continue
             if level == 0 and (higher := self._extrapolate(candidate)) > bound:  # more is measured by now
-                heapq.heappush(heap, (higher, index, 0))
+                heapq.heappush(heap, (higher, index, 0, candidate))
             elif level == 0:
                 cuts = candidate.num_stages <= self._count_units(candidate)  # maybe fewer than for t = 1
                 if cuts and not self._is_too_full(candidate):
                     pipelined = self._estimator.pipeline_seconds(candidate)
-                    heapq.heappush(heap, (pipelined + self._finish(candidate), index, 1))
+                    heapq.heappush(heap, (pipelined + self._finish(candidate), index, 1, candidate))
             elif slower := self._simulate(candidate, fit=level == 2):
-                heapq.heappush(heap, (slower, index, 2))
+                heapq.heappush(heap, (slower, index, 2, candidate))
         if not self._found:
             raise ValueError(self._explain_full() if self._full else self._explain_none())
         self._search_cuts()
-        return self._rank([(bound, candidates[index]) for bound, index, _ in heap])
+        return self._rank([(bound, candidate) for bound, _, _, candidate in heap])
+
+    def _enqueue(self, candidate: Candidate) -> None:
+        self._candidates.add(candidate)
+        if not self._is_too_full(candidate):
+            heapq.heappush(self._heap, (self._extrapolate(candidate), len(self._candidates), 0, candidate))
+
+    def _note_full(self, need: float, candidate: Candidate) -> None:
+        """Write down that a candidate does not fit; with divided tokens it may, if it has whole ones."""
+        self._full.setdefault(candidate.mesh, []).append((need, candidate))
+        row, other = self._estimator.rows.get(candidate.key), replace(candidate, sequence_parallel=True)
+        free = self._estimator.options.sequence_parallel is None and candidate.tensor > 1
+        if free and row and other not in self._candidates and not has_divided_tokens(row.row.stage.graph):
+            self._enqueue(other)
 
     def _search_cuts(self) -> None:
         """Cut the plans with several chunks a rank as `compile` does, which shortens the step by up to an eighth."""
@@ -185,13 +196,14 @@ class Search:
 
         It is the time of m microbatches on even ranks, the bubble (SC21 §2.2), and the optimizer.
         """
-        first, size = (1, self._size, self._recompute, 0), candidate.microbatch_size
+        size = candidate.microbatch_size
         whole = max(
             (
-                t * self._estimator.measure(t, b, how, expert).seconds + (size - b) * self._each
-                for t, b, how, expert in (first, *self._measured)
-                if t <= candidate.tensor and b <= size and how in (first[2], candidate.recompute)
+                t * row.seconds + (size - b) * self._each
+                for (t, b, how, expert, tokens), row in self._estimator.rows.items()
+                if t <= candidate.tensor and b <= size and how in (self._recompute, candidate.recompute)
                 if expert == candidate.expert  # others read more weights, or send more rows
+                if tokens <= candidate.sequence_parallel  # which takes longer
             ),
             default=self._whole.least_seconds * size / self._size,
         )
@@ -216,9 +228,8 @@ class Search:
         that they keep, and the ranks share the sum. Without a measurement of the candidate it is an extrapolation.
         """
         t, p = candidate.tensor, candidate.pipeline
-        if candidate.key in self._measured:
-            row, share = self._estimator.measure(*candidate.key), 1.0
-            kept = row.kept
+        if row := self._estimator.rows.get(candidate.key):
+            share, kept = 1.0, row.kept
         else:
             row, share = self._whole, 1.0 / candidate.mesh.expert
             kept = row.kept * candidate.microbatch_size / self._size / t
@@ -232,7 +243,7 @@ class Search:
         need = self._need(candidate)
         full = SLACK * need > self._limit
         if full:
-            self._full.setdefault(candidate.mesh, []).append((need, candidate))
+            self._note_full(need, candidate)
         return full
 
     # Steps
@@ -243,16 +254,14 @@ class Search:
         if (*ranks, None) in self._refused or (*ranks, how) in self._refused:
             return 0
         try:
-            units = self._estimator.measure(*candidate.key).units
+            return self._estimator.measure(*candidate.key).units
         except ValueError as error:
             self._refused[*ranks, None if isinstance(error, IndivisibleError) else how] = str(error)
             return 0
-        self._measured.add(candidate.key)
-        return units
 
     def _divides(self, candidate: Candidate) -> bool:
         """Return whether so many tensor ranks divide the model and leave enough cuts, by one measurement."""
-        known = [self._estimator.measure(*key).units for key in self._measured if key[0] == candidate.tensor]
+        known = [row.units for key, row in self._estimator.rows.items() if key[0] == candidate.tensor]
         return candidate.num_stages <= max(known or [self._count_units(candidate)])
 
     def _simulate(self, candidate: Candidate, *, fit: bool) -> float:
@@ -260,7 +269,7 @@ class Search:
         estimator, limit = self._estimator, int(self._limit)
         estimate = estimator.fit(candidate, limit) if fit else estimator.estimate(candidate)
         if max(estimate.memory_bytes) > self._limit:
-            self._full.setdefault(candidate.mesh, []).append((max(estimate.memory_bytes), candidate))
+            self._note_full(max(estimate.memory_bytes), candidate)
             return 0.0 if fit or candidate.pipeline == 1 else estimate.step_seconds
         found = self._found.get(candidate.mesh)
         if found is None or estimate.step_seconds < found[1].step_seconds:
@@ -273,28 +282,28 @@ class Search:
     def _rank(self, left: Sequence[tuple[float, Candidate]]) -> tuple[Plan, ...]:
         """Return the plans in order: simulated ones, meshes too slow to be simulated, meshes that do not fit."""
         order = sorted(self._found.values(), key=lambda found: found[1].step_seconds)
-        best = order[0]
-        plans = [
-            _plan(candidate, estimate.step_seconds, max(estimate.memory_bytes), True, estimate.breakdown)
-            for candidate, estimate in order
-        ]
+        plans = []
+        for candidate, found in order:
+            graph = self._estimator.rows[candidate.key].row.stage.graph
+            own = replace(candidate, sequence_parallel=has_divided_tokens(graph))
+            plans.append(_plan(own, found.step_seconds, max(found.memory_bytes), True, breakdown=found.breakdown))
         plans = [replace(own, why=explain_rank(own, plans)) for own in plans]
         seen = set(self._found)
         for bound, candidate in sorted(left):
             if candidate.mesh not in seen and self._divides(candidate):
                 seen.add(candidate.mesh)
                 # It was above the best step before that was cut again, which may have made it longer.
-                slower = max(0.0, bound / best[1].step_seconds - 1)
+                slower = max(0.0, bound / plans[0].step_seconds - 1)
                 bounded = f"at least {slower:.1%} slower" if slower >= LEAST_LOSS else "at best as fast"
                 why = f"not simulated: {bounded}, with these settings or others"
-                plans.append(_plan(candidate, bound, round(self._need(candidate)), None, why=why))
+                plans.append(_plan(candidate, bound, self._need(candidate), None, why=why))
         for mesh, full in self._full.items():
             possible = (pair for pair in sorted(full) if self._divides(pair[1]))
             if mesh not in seen and (leanest := next(possible, None)):
                 need, candidate = leanest
                 over = (need - self._limit) / 1e9
                 why = f"does not fit: at least {need / 1e9:.3g} GB on a rank, {over:.3g} GB over"
-                plans.append(_plan(candidate, self._extrapolate(candidate), round(need), False, why=why))
+                plans.append(_plan(candidate, self._extrapolate(candidate), need, False, why=why))
         tokens = self._space.global_batch * count_tokens(self._estimator.examples.inputs)
         plain = self._estimator.measure(1, self._size, RECOMPUTE[0]).least_seconds / self._size
         least = plain * self._space.global_batch / self._space.world_size
@@ -307,7 +316,7 @@ class Search:
             return pair[1].microbatch_size, -RECOMPUTE.index(str(pair[1].recompute)), pair
 
         leanest = (min(full, key=order)[1] for full in self._full.values())
-        measured = [own for own in leanest if own.key in self._measured or self._count_units(own)]
+        measured = [own for own in leanest if self._count_units(own)]
         likely = sorted(measured, key=self._need)[:TRIED]
         found = [(self._estimator.estimate(own).memory_bytes, own) for own in likely]
         limit = round(self._limit)
@@ -353,9 +362,8 @@ class Search:
         return "".join(f"; t={t}{f', recompute={how!r}' if how else ''}: {why}" for (t, _, how), why in refused)
 
 
-def _plan(candidate: Candidate, *found: Any, **further: Any) -> Plan:
-    *settings, expert = astuple(candidate)
-    return Plan(*settings, *found, expert=expert, **further)
+def _plan(candidate: Candidate, seconds: float, memory: float, fits: bool | None, **further: Any) -> Plan:
+    return Plan(**vars(candidate), step_seconds=seconds, memory_bytes=round(memory), fits=fits, **further)
 
 
 @cache

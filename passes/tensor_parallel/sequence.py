@@ -51,6 +51,11 @@ def divide_tokens(
     return (entry if scattered else "") + (f"; {rest}" if undivided else "")
 
 
+def has_divided_tokens(graph: fx.Graph) -> bool:
+    """Return whether tokens are divided between divided regions of one rank's `graph`."""
+    return any(node.target in collectives.SCATTERED for node in graph.nodes)
+
+
 def _token_dim(axes: Axes, batch: Container[Axis], tensor: int) -> int | None:
     """Return the dimension of a sum of `axes` that begins with its tokens: the first, but for samples, t divides."""
     outermost = [next((part for part in ax.factors(axis) if part.size > 1), axis) for axis in axes[:-1]]

@@ -340,14 +340,18 @@ def test_the_command_of_a_plan_is_one_for_a_shell(capsys: pytest.CaptureFixture[
     assert f"--cluster '{spaced}' -o out/" in capsys.readouterr().out
 
 
-def test_the_command_of_a_plan_has_all_that_the_plan_was_made_with(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("tokens", ["--sequence-parallel", "--no-sequence-parallel"])
+def test_the_command_of_a_plan_has_all_that_the_plan_was_made_with(
+    tokens: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     words = "plan small_models:make_small --world-size 2 --global-batch 2 --cluster dgx-h100 --zero 1 --dtype bf16"
-    assert main([*words.split(), "--no-overlap", "--top", "1"]) == 0
+    assert main([*words.split(), "--no-overlap", tokens, "--top", "1"]) == 0
     shown = capsys.readouterr().out
     command = next(line for line in shown.splitlines() if line.startswith("autoptd compile"))
-    assert {"--zero 1", "--dtype bf16", "--no-overlap", "--cluster dgx-h100"} <= set(
+    assert {"--zero 1", "--dtype bf16", "--no-overlap", "--cluster dgx-h100", tokens} <= set(
         re.findall(r"--\S+(?: [^-]\S*)?", command)
     )
+    assert main([*command.replace("out/", str(tmp_path / "out")).split()[1:]]) == 0
     assert re.search(r"^expect \S+ to \S+ s a step: .* measured; .* taken over from dgx-a100", shown, re.M)
 
 

@@ -71,6 +71,8 @@ def test_the_search_finds_the_best_of_all_candidates(memory: float, training: Tr
     estimator = Estimator(make_gpt(), cluster, 4, training=training)
     row = estimator.measure(1, 1, "none")
     every = [(estimator.estimate(c), c) for c in Space(4, 16, cluster).candidates(row.layers, row.units)]
+    full = (c for e, c in every if c.tensor > 1 and max(e.memory_bytes) > memory)
+    every += [(estimator.estimate(c), c) for c in [replace(c, sequence_parallel=True) for c in full]]
     fitting = [(e.step_seconds, c) for e, c in every if max(e.memory_bytes) <= memory]
     assert 0 < len(fitting) < len(every) or memory == 80e9
     seconds, best = min(fitting)
@@ -141,6 +143,41 @@ def test_a_model_that_fits_in_another_cut_has_a_plan(recompute: str) -> None:
         limit = int(0.98 * max(estimate.memory_bytes))
         assert (max(estimator.fit(candidate, limit).memory_bytes) <= limit) == (candidate.pipeline > 1)
         assert estimator.estimate(candidate) == estimate
+
+
+def test_tokens_are_divided_where_whole_ones_do_not_fit() -> None:
+    """With them a faster plan fits, and compiling gives it; who decided otherwise has what was decided."""
+    model = models.make_gpt(GPTConfig(512, 2048, 8, 16, 1024, 0.1), torch.bfloat16, device="meta")
+    size: Any = {"world_size": 8, "global_batch": 8, "microbatch_size": 2}
+    cluster = with_memory(1.2e9)
+    best, whole = (autoptd.plan(model, cluster=cluster, sequence_parallel=way, **size)[0] for way in (None, False))
+    assert best.options["sequence_parallel"]
+    assert "tokens divided" in str(best)
+    assert best.step_seconds < 0.95 * whole.step_seconds
+    assert not whole.options["sequence_parallel"]
+    program = autoptd.compile(model, **best.options)
+    assert any("tokens divided between" in entry for entry in program.log)
+    step = program.simulate(cluster)
+    assert step.fits
+    assert step.step_seconds == pytest.approx(best.step_seconds, rel=0.03)
+    assert max(step.memory_bytes) == pytest.approx(best.memory_bytes, rel=0.03)
+    free = autoptd.plan(model, cluster=SELENE, **size)[0]
+    assert free.tensor == 1 or not free.options["sequence_parallel"]
+    for own in (best, whole):
+        print_plans(Console(file=(screen := StringIO()), width=200), [own], 1, [])
+        assert (f"{own.tensor} sp" in screen.getvalue()) == (own is best)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_plans_for_several_input_shapes_divide_tokens_only_if_asked(asked: bool | None) -> None:
+    """As `compile` does, since t may divide some of them alone."""
+    shapes = [
+        {name: torch.zeros(1, length, dtype=torch.long) for name in ("idx", "targets")} for length in (2048, 1024)
+    ]
+    model = models.make_gpt(GPTConfig(512, 2048, 8, 16, 1024, 0.1), torch.bfloat16, device="meta")
+    given: Any = {"example_inputs": shapes, "sequence_parallel": asked}
+    plans = autoptd.plan(model, world_size=8, global_batch=8, cluster=with_memory(1.2e9), **given)
+    assert all(own.options["sequence_parallel"] is bool(asked) for own in plans)
 
 
 def test_plans_leave_the_reserve_of_a_device_free() -> None:

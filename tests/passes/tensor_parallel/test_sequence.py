@@ -383,6 +383,26 @@ def test_the_choice_is_that_of_the_simulator(hidden: int, tensor: int, options: 
     assert chosen == min(both)
 
 
+def test_tokens_are_divided_where_the_program_fits_only_so() -> None:
+    """If nobody decided that; the log says so."""
+    model = make_gpt(replace(MIDDLE, n_layer=4), torch.bfloat16, device="meta")
+    given: Any = {"num_microbatches": 2, "microbatch_size": 4}
+    divided, whole = (
+        max(autoptd.compile(model, (4, 1, 1), sequence_parallel=way, **given).simulate(SELENE).memory_bytes)
+        for way in (True, False)
+    )
+    assert divided < whole
+    device = replace(SELENE.device, memory_bytes=(divided + whole) / 2, reserved_bytes=0.0)
+    cluster = replace(SELENE, device=device)
+    program = autoptd.compile(model, (4, 1, 1), cluster=cluster, **given)
+    assert program.simulate(cluster).fits
+    why = "tokens divided: with whole ones a rank holds [0-9,]* bytes more than DGX A100 \\(Selene\\) has"
+    assert any(re.fullmatch(why, entry) for entry in program.log)
+    with pytest.warns(UserWarning, match="does not fit DGX A100"):
+        kept = autoptd.compile(model, (4, 1, 1), cluster=cluster, sequence_parallel=False, **given)
+    assert collectives.reduce_scatter not in targets(kept)
+
+
 def test_several_input_shapes_divide_tokens_only_if_asked() -> None:
     """Of which t may divide one and not another, whose norms would then be summed otherwise."""
     model = make_gpt(LARGE, torch.bfloat16, device="meta")
