@@ -14,13 +14,14 @@ VOCABULARY, SEQUENCE, DROPOUT = 51_200, 2_048, 0.1  # SC21 §5
 class WrittenAttention(SelfAttention):
     """Product, scale and mask and softmax, dropout, product: SC21 §4.2, before fused attention was known.
 
-    The dropout sees the weights turned: so the compiler leaves it out of the softmax's kernel, as theirs did.
+    Each head's query, key and value lie beside each other, in even steps for any number of sequences. The dropout sees
+    the weights turned: so the compiler leaves it out of the softmax's kernel, as theirs did.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (y.view(b, s, self.n_head, h // self.n_head).transpose(1, 2) for y in (q, k, v))
+        heads = self.c_attn(x).view(b, s, self.n_head, 3 * h // self.n_head).transpose(1, 2)
+        q, k, v = heads.chunk(3, dim=3)
         future = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
         scores = q @ k.transpose(2, 3) * (h // self.n_head) ** -0.5
         weights = scores.masked_fill(future, torch.finfo(scores.dtype).min).softmax(dim=3)
@@ -38,8 +39,8 @@ class UnfusedAttention(SelfAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (y.view(b, s, self.n_head, h // self.n_head).transpose(1, 2) for y in (q, k, v))
+        heads = self.c_attn(x).view(b, s, self.n_head, 3 * h // self.n_head).transpose(1, 2)
+        q, k, v = heads.chunk(3, dim=3)
         future = torch.ones(s, s, dtype=torch.bool, device=x.device).tril(-1)
         scores = (k @ q.transpose(2, 3)).float() * (h // self.n_head) ** -0.5
         weights = scores.masked_fill(future, torch.finfo(scores.dtype).min).softmax(dim=2).to(v.dtype)
