@@ -205,7 +205,7 @@ class Search:
                 if expert == candidate.expert  # others read more weights, or send more rows
                 if tokens <= candidate.sequence_parallel  # which takes longer
             ),
-            default=self._whole.least_seconds * size / self._size,
+            default=self._whole.least_seconds / 2 * size / self._size,  # half: of causal scores
         )
         each = SLACK * whole / candidate.tensor / candidate.pipeline
         passes = candidate.num_microbatches + (candidate.pipeline - 1) / candidate.num_model_chunks

@@ -101,7 +101,8 @@ class Device:
 
         A GEMM takes the time of its tiles or of its memory traffic, whichever is longer; the other traffic, or the
         elementwise FLOPs if they take longer, come on top. Products that move less than their factors are one fused
-        kernel. `scale` converts the bytes of `work` to `dtype`. Graphs are launched besides.
+        kernel: attention, whose exponentials and traffic both do. `scale` converts the bytes of `work` to `dtype`.
+        Graphs are launched besides.
         """
         moved, rate = work.moved * scale, self.memory_bandwidth * self.memory_efficiency
         time = work.launches * (self.graphed_launch_seconds or self.launch_seconds)
@@ -110,7 +111,7 @@ class Device:
         traffic = sum(size for _, size in products)
         if traffic > moved * 1.01:
             fused = sum(self._measure(product, dtype, scale, 0.0)[0] for product in work.products)
-            return float(time + max(fused, moved / rate))
+            return float(time + fused + elementwise + moved / rate)
         own = sum(max(seconds, size / rate) for seconds, size in products)
         return float(time + own + max((moved - traffic) / rate, elementwise))
 
@@ -122,7 +123,7 @@ class Device:
         rounded = round_flops(product, self.tile_rows, self.tile_columns, self.multiprocessors, wave * rate)
         m, n, k = product.rows, product.columns, product.inner
         size = float(product.batch * (m * n + m * k + n * k) * ITEM_BYTES[dtype])
-        return rounded / rate, size
+        return product.share * rounded / rate, size
 
 
 @dataclass(frozen=True)

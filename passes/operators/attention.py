@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,7 +15,7 @@ from autoptd.passes.operators import proof
 from autoptd.passes.operators.axis_map import ATTENTION, AxisMap, broadcast
 from autoptd.passes.operators.layout import users_order
 from autoptd.passes.operators.localizer import Localizer, key_mask, same_call
-from autoptd.passes.operators.quantities import Product, Value, Work, differentiate, tensor_arguments
+from autoptd.passes.operators.quantities import Number, Product, Value, Work, differentiate, tensor_arguments
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import aten, collectives, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Placement, Shard
@@ -154,35 +155,43 @@ def _rotary_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement
 
 
 def _products(node: fx.Node, value: Value) -> Iterable[Product]:
-    """Queries by keys, and the weights by the values, in full."""
+    """Queries by keys, and the weights by the values."""
     q, k, v = (value.shape(factor) for factor in node.args[:3])  # type: ignore[arg-type]
     batch, queries, keys = prod(q[:-2]), q[-2], k[-2]
-    yield Product(batch, queries, keys, q[-1])
-    yield Product(batch, queries, v[-1], keys)
+    share = 0.5 if argument(node, "is_causal", node.target is kernels.packed_attention) else 1.0
+    yield Product(batch, queries, keys, q[-1], share=share)
+    yield Product(batch, queries, v[-1], keys, share=share)
 
 
 def _attend(node: fx.Node, value: Value) -> Work:
     """Return the work of attention whose scores stay on the chip, with a statistic per row (FlashAttention, 2022)."""
     read = sum(map(value.bytes, tensor_arguments(node)))
     written = value.bytes(node) + value.statistics(node)
-    return Work(tuple(_products(node, value)), read=read, written=written, launches=1)
+    products = tuple(_products(node, value))
+    return Work(products, _exponentials(products[0]), read, written, launches=1)
 
 
 def _attend_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
     """Return the work of the scores again and four products, after each row's sum of gradient times result."""
     scores, context = _products(node, value)
     batch, queries, keys, size = scores.batch, scores.rows, scores.columns, scores.inner
+    make = partial(Product, batch, share=scores.share)
     products = (
-        Product(batch, queries, keys, size, repeated=True),
-        Product(batch, queries, keys, context.columns),  # of the weights
-        Product(batch, keys, context.columns, queries),  # of the values
-        Product(batch, queries, size, keys),  # of the queries
-        Product(batch, keys, size, queries),  # of the keys
+        make(queries, keys, size, repeated=True),
+        make(queries, keys, context.columns),  # of the weights
+        make(keys, context.columns, queries),  # of the values
+        make(queries, size, keys),  # of the queries
+        make(keys, size, queries),  # of the keys
     )
     kept = value.statistics(node)
     read = sum(map(value.bytes, tensor_arguments(node))) + 3 * value.bytes(node) + 2 * kept
     written = sum(map(value.bytes, wanted)) + kept
-    return Work(products, elementwise=value.count(node), read=read, written=written, launches=2)
+    elementwise = 2 * _exponentials(scores) + value.count(node)  # and their gradients
+    return Work(products, elementwise, read, written, launches=2)
+
+
+def _exponentials(scores: Product) -> Number:
+    return scores.share * scores.batch * scores.rows * scores.columns
 
 
 def _rotary_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:

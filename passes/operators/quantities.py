@@ -23,6 +23,7 @@ class Product:
     """A batch of `batch` GEMMs of [rows, inner] by [inner, columns].
 
     `repeated`: scores that a fused attention's backward computes again. `dtype`: the half type of autocast, by name.
+    `share`: of the FLOPs that are computed. A fused causal attention leaves out half, which SC21's FLOPs count too.
     """
 
     batch: Number
@@ -31,6 +32,7 @@ class Product:
     inner: Number
     repeated: bool = False
     dtype: str = ""
+    share: float = 1.0
 
     @property
     def flops(self) -> Number:

@@ -233,7 +233,7 @@ def _describe_rest(graph: fx.Graph, axis_map: AxisMap, divided: Mapping[Axis, in
     batch = _batch_leaves(axis_map)
     for node, axis in axis_map.heads:
         if not ax.is_divided([axis, *axis_map.of(node)], divided):
-            cost = f"{forward_work(node).flops:,} FLOPs a forward on each of {axis_map.tensor} ranks"
+            cost = f"{forward_work(node).flops:,.0f} FLOPs a forward on each of {axis_map.tensor} ranks"
             name = operator_name(node.target)
             why = _explain(axis, axis_map.tensor, batch)
             lines[f"attention replicated ({name}, {cost}) because {why}"].append(where(node))

@@ -9,12 +9,12 @@ shard_tensors tensor=2: 5 axes divided, 5 all-reduces forward, 5 backward; token
     for DGX A100 (Selene)
 weight of shape [16, 32] (2,048 bytes) replicated because aten.embedding (gpt.py:108) looks up the same rows
     in every step; aten.layer_norm (gpt.py:75) normalises over it: wpe.weight
-cut_stages 2 stages on 2 pipeline ranks, the slowest 0.409 ms of forward and backward a microbatch on DGX A100
+cut_stages 2 stages on 2 pipeline ranks, the slowest 0.403 ms of forward and backward a microbatch on DGX A100
     (Selene): 1.009 of the mean, 0.0% above the lower bound (dynamic programme, exact)
 fuse_operators 3 add_layer_norm, 1 bias_dropout_add, 2 layer_norm, 2 linear_gelu; 41 -> 34 launches, 401,408
     -> 356,352 bytes moved a microbatch
 overlap_reductions 5 of 5 sums backward beside weight gradients
-stage 0: wte - h.0: 0.000433 GFLOP forward, 34.1 kB of parameters per rank
+stage 0: wte - h.0: 0.000434 GFLOP forward, 34.1 kB of parameters per rank
 This text is what runs. Edit it, and autoptd.load(folder) runs the edit; check() and verify() judge it.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -129,9 +130,13 @@ def test_the_bubble_is_the_closed_form_for_even_stages(p: int, v: int, m: int) -
     busy = [sum(e.end - e.start for e in row if e.action.kind.computes) for row in rows]
     uneven = max(busy) * p / sum(busy)
     pipelined = max(row[-1].end for row in rows)
-    # Equation (1) with the mean stage is a lower bound, with the slowest rank an upper one.
+    # Equation (1) with the mean rank, and the shortest stage in its bubble, is a lower bound, with the slowest rank an
+    # upper one.
     mean = sum(busy) / p / m
-    assert (m + (p - 1) / v) * mean * (2 - uneven) <= pipelined <= (m + (p - 1) / v) * mean * uneven * 1.02
+    stages = Counter[int]()
+    for event in (event for row in rows for event in row if event.action.kind.computes):
+        stages[event.action.stage] += (event.end - event.start) / m
+    assert m * mean + (p - 1) * min(stages.values()) <= pipelined <= (m + (p - 1) / v) * mean * uneven * 1.02
     assert simulated.bubble_fraction == pytest.approx((p - 1) / (v * m), abs=0.5 * (uneven - 1) + 0.02)
 
 
@@ -509,8 +514,11 @@ def test_files_to_look_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_bounds_elementwise_kernels_on_gpus(recompute: str) -> None:
-    """What they compute never takes longer than what they move: with no bound on it the step is the same bits."""
-    program = compile_gpt((2, 2, 1), num_microbatches=4, recompute=recompute)
+    """What they compute never takes longer than what they move: with no bound on it the step is the same bits.
+
+    With dropout, attention is written out; the exponentials of a fused one take time of their own.
+    """
+    program = compile_gpt((2, 2, 1), config=replace(MIDDLE, dropout=0.1), num_microbatches=4, recompute=recompute)
     for name in ("dgx-1-v100", "dgx-a100", "p4de", "dgx-h100", "dgx-h200", "gb200-nvl72"):
         cluster, dtype = Cluster.load(name), "fp16" if name == "dgx-1-v100" else "bf16"
         unbound = replace(cluster, device=replace(cluster.device, vector_flops=1e30))

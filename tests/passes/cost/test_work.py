@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 import autoptd
+from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.cost.work import Product, backward_work, forward_work
 from autoptd.passes.ir.nodes import NodeInfo, describe
 from autoptd.passes.operators.unfamiliar import bound_hidden
@@ -65,7 +66,7 @@ torch.library.impl(LIBRARY, "hidden", "Meta")(lambda x, y: x.new_empty(len(x), y
         (call(aten.matmul.default, X, tensor(64, 3), result=tensor(2, 128, 3)), 2 * 256 * 64 * 3),
         (
             call(aten.scaled_dot_product_attention.default, HEADS, HEADS, HEADS, result=HEADS),
-            2 * (2 * 2 * 4 * 128 * 128 * 16),
+            2 * (2 * 2 * 4 * 128 * 128 * 16) + 2 * 4 * 128 * 128,
         ),
         (call(kernels.scaled_softmax, None, SCORES, result=SCORES), 2 * 4 * 128 * 128),
         (
@@ -177,6 +178,24 @@ def test_fused_attention_multiplies_twice_forward_and_five_times_backward() -> N
     assert [p.flops for p in backward_work(node).products] == [scores, context, context, scores, scores]
     assert [p.repeated for p in backward_work(node).products] == [True, False, False, False, False]
     assert forward_work(node).written == 8 * 128 * (8 * 2 + 4)  # no scores; a statistic for each row
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "seconds", "bound"),
+    [(128, 2048, 1.402e-3, 0.15), (32, 8192, 3.650e-3, 0.07), (8, 32768, 13.746e-3, 0.07)],
+)
+def test_causal_attention_takes_what_it_took_on_a_card(heads: int, length: int, seconds: float, bound: float) -> None:
+    """On an H100 in bfloat16, forward and backward, head size 128: half the scores, and their exponentials."""
+    device = Cluster.load("dgx-h100").device
+    x = tensor(1, heads, length, 128)
+    taken = []
+    for causal in (True, False):
+        node = call(aten.scaled_dot_product_attention.default, x, x, x, None, 0.0, causal, result=x)
+        works = forward_work(node), backward_work(node)
+        assert sum(p.flops for p in works[0].products) == 4 * heads * length**2 * 128  # SC21's count, in full
+        taken.append(sum(device.seconds(work, "bf16") for work in works))
+    assert taken[0] == pytest.approx(seconds, rel=bound)
+    assert taken[0] < 0.6 * taken[1]
 
 
 def test_gradients_of_several_readers_are_summed() -> None:

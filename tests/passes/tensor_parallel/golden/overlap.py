@@ -7,7 +7,7 @@ recognize_attention 1 attentions: 1 sdpa causal
 rewrite_layout [b, s, h] -> [s, b, h]: 0 -> 0 bytes copied per microbatch
 shard_tensors tensor=2: 4 axes divided, 3 all-reduces forward, 3 backward; tokens stay whole, as they are few
     for DGX A100 (Selene)
-cut_stages 1 stages on 1 pipeline ranks, the slowest 0.515 ms of forward and backward a microbatch on DGX A100
+cut_stages 1 stages on 1 pipeline ranks, the slowest 0.508 ms of forward and backward a microbatch on DGX A100
     (Selene): 1.000 of the mean, 0.0% above the lower bound (dynamic programme, exact)
 fuse_operators 2 add_layer_norm, 1 gated_product, 1 layer_norm; 26 -> 22 launches, 203,648 -> 181,120 bytes
     moved a microbatch
