@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -133,7 +133,7 @@ def test_the_bubble_is_the_closed_form_for_even_stages(p: int, v: int, m: int) -
     # Equation (1) with the mean rank, and the shortest stage in its bubble, is a lower bound, with the slowest rank an
     # upper one.
     mean = sum(busy) / p / m
-    stages = Counter[int]()
+    stages = defaultdict[int, float](float)
     for event in (event for row in rows for event in row if event.action.kind.computes):
         stages[event.action.stage] += (event.end - event.start) / m
     assert m * mean + (p - 1) * min(stages.values()) <= pipelined <= (m + (p - 1) / v) * mean * uneven * 1.02
