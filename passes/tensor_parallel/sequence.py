@@ -92,7 +92,7 @@ class _Regions:
     def _follow(self, node: fx.Node) -> None:
         """Add a call that treats the tokens of its arguments one by one, as its operator's rule of axes says."""
         unsized = has_trait(node, Trait.RESHAPES | Trait.REPEATS) and not isinstance(node.args[1], (list, tuple))
-        if unsized or info(node).is_divided or info(node).is_partial or len(results_of(node)) > 1:
+        if unsized or info(node).is_divided or info(node).is_partial or isinstance(node.meta["val"], (tuple, list)):
             return
         axis_map = AxisMap(self.tensor)
         sources = [source for source in node.all_input_nodes if source is not self.rank]

@@ -220,7 +220,7 @@ class Sums(nn.Module):
         x = self.table(ids)
         x = x + self.mlp(0, self.norms[0](x)) * self.scale  # one number for each position
         x = x + torch.cumsum(self.norms[1](x), dim=1)
-        x = x + self.mlp(1, x)
+        (x,) = (x + self.mlp(1, x)).unsqueeze(0).unbind()  # its only part
         before = functional.pad(x[:, :-1], (0, 0, 1, 0))
         x = self.norms[2](x) + before - x.mean(1, keepdim=True)
         halves = x.view(len(x), 2, 4, 16).transpose(1, 2).reshape(x.shape)  # a rank has one of two
