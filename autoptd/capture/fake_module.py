@@ -58,7 +58,7 @@ def copy_structure(model: nn.Module, make: Callable[[Tensor], Tensor], others: M
         for tensor in tree_leaves(list(vars(module).values())):  # attributes, in containers included
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
                 memo[id(tensor)] = make(tensor) if tensor.is_meta else tensor.detach().cpu()
-    with patch.dict(copy._deepcopy_dispatch, {FunctionType: _copy_function}):  # private
+    with patch.dict("copy._deepcopy_dispatch", {FunctionType: _copy_function}):  # private
         try:
             twin: nn.Module = copy.deepcopy(model, dict(memo))
         except Exception:
@@ -85,7 +85,7 @@ def _copy_function(function: FunctionType, twins: dict[int, object]) -> Function
     twins[id(function)] = twin  # before what it closes over, which may be the function itself
     for own, cell in zip(given, cells, strict=True):
         if cell is not own:
-            cell.cell_contents = copy.deepcopy(own.cell_contents, twins)  # type: ignore[arg-type]
+            cell.cell_contents = copy.deepcopy(own.cell_contents, twins)
     return twin
 
 
