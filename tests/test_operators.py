@@ -115,7 +115,6 @@ OPERATORS: dict[str, Operator] = {
     "bilinear": lambda x, p: F.bilinear(x, x, p.view(1, 1, WIDTH).expand(WIDTH, WIDTH, WIDTH)),
     "einsum weight": lambda x, p: torch.einsum("bsh,h->bs", x, p),
     "einsum pair": lambda x, p: torch.einsum("bsh,bth->bst", x, x),
-    "einsum of three": lambda x, p: torch.einsum("bsh,h,bth->bst", x, p, x),
     "einsum rest": lambda x, p: torch.einsum("...h,h->...h", x, p),
     "triangle": lambda x, p: torch.ones(LENGTH, LENGTH).tril().double() @ x,
     "cdist": lambda x, p: torch.cdist(x, x),

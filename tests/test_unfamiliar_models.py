@@ -652,7 +652,7 @@ def test_parametrized_weights_train_on_tensor_ranks(wrap: Callable[[nn.Module], 
 
 
 class Products(nn.Module):
-    """Projections by tensordot and by einsum."""
+    """Two projections by tensordot, and two at once by an einsum of three operands."""
 
     def __init__(self, equation: str) -> None:
         super().__init__()
@@ -665,15 +665,17 @@ class Products(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + torch.tensordot(functional.gelu(torch.tensordot(x, self.up, 1)), self.down, ([-1], [1]))
-        x = x + torch.einsum(self.equation, torch.einsum(self.equation, x, self.first), self.second)
+        x = x + torch.einsum(self.equation, x, self.first, self.second)
         heads: Tensor = x.unflatten(-1, (HEADS, SIZE))
         result: Tensor = x + torch.tensordot(heads, self.turned, ([3, -2], [0, 2]))
         return result
 
 
-@pytest.mark.parametrize("equation", ["bsh,hr->bsr", "...h,hr->...r", "...h, hz"])
+@pytest.mark.parametrize("equation", ["bsh,hr,ro->bso", "...h,hr,ro->...o", "...h, hr, rz"])
 @pytest.mark.parametrize("mesh", slow_but([(2, 2, 1)], [(1, 1, 1), (2, 1, 1), (2, 2, 1)]))
-def test_products_of_tensordot_and_einsum_are_divided_and_counted(equation: str, mesh: tuple[int, int, int]) -> None:
+def test_products_of_tensordot_and_of_three_operands_are_divided_and_counted(
+    equation: str, mesh: tuple[int, int, int]
+) -> None:
     torch.manual_seed(0)
     model = Model([Products(equation) for _ in range(2)])
     check(model, mesh)

@@ -86,22 +86,27 @@ def is_vector(node: Any, size: int) -> bool:
     return isinstance(node, fx.Node) and node.op == "get_attr" and shape_of(node) == (size,)
 
 
-def split_bias(node: fx.Node) -> Biased | None:
-    """Read a value that has one reader as x + bias, through reshapes that keep the last dimension.
+def split_bias(node: fx.Node, members: Collection[fx.Node] = (), of_linear: bool = False) -> Biased | None:
+    """Read a value as x + bias, through reshapes that keep the last dimension.
 
-    A bias inside a linear costs nothing there and is left; after the all-reduce of a row-parallel one it is added.
+    Every value has one reader, besides `members`. A bias inside a linear costs nothing there and is left, unless
+    `of_linear` asks for it; after the all-reduce of a row-parallel one it is added.
     """
-    if not is_single(node):
+    if not is_single(node) and not all(user in members for user in node.users):
         return None
     if is_reshape(node):
         source: Any = node.args[0]
         if shape_of(source)[-1:] != shape_of(node)[-1:]:
             return None
-        inner = split_bias(source)
+        inner = split_bias(source, of_linear=of_linear)
         if inner is None:
             return None
         x, bias, added = inner
         return Call(node.target, (x, *node.args[1:]), node), bias, (*added, node)
+    linear = read_linear(node) if of_linear else None
+    if linear is not None:
+        target = aten.mm.default if linear.transposed else aten.linear.default
+        return Call(target, (linear.x, linear.weight), node), linear.bias, (node,)
     for x, bias in both_orders(node) if is_call(node, aten.add.Tensor) and shape_of(node) else ():
         is_bias = is_vector(bias, shape_of(node)[-1])
         if is_bias and isinstance(x, fx.Node) and alike(x.meta["val"], node.meta["val"]):

@@ -200,6 +200,19 @@ def _dropped(node: fx.Node) -> Match | None:
     return Match(Call(kernels.bias_dropout_add, (rank, x, bias, None, *drawn), node, node.kwargs), added)
 
 
+def _norm_before_reshape(node: fx.Node) -> Match | None:
+    """Match norm(a sum) reshaped for norm(the sum reshaped), if rows stay rows (OPT)."""
+    source: Any = node.args[0]
+    if not is_reshape(source):
+        return None
+    x: Any = source.args[0]
+    is_sum = patterns.plain_add(x) is not None or is_call(x, kernels.bias_dropout_add)
+    if not is_sum or shape_of(x)[-1] != shape_of(node)[-1]:
+        return None
+    norm = Call(node.target, (x, *node.args[1:]), node, node.kwargs)
+    return Match(Call(source.target, (norm, list(shape_of(node))), node), (source,))
+
+
 def _add_norm(node: fx.Node) -> Match | None:
     """Match a norm with the sum that it normalises, which others may read too."""
     total: Any = node.args[0]
@@ -234,6 +247,7 @@ RULES: Sequence[Rule] = (
     ((aten.gelu.default,), _bias_gelu),
     ((aten.add.Tensor,), _dropout_add),
     ((kernels.dropout,), _dropout_bias),
+    (_ADDED_NORMS, _norm_before_reshape),
     (_ADDED_NORMS, _add_norm),
     ((aten.add.Tensor,), _add_linear),
     ((aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default), _half_linear),

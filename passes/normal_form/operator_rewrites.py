@@ -174,7 +174,7 @@ def _norm(call: Call) -> fx.Node | None:
 
 
 def _einsum(call: Call) -> fx.Node:
-    """Write letters for "...", and those of the result."""
+    """Write letters for "...", and several products one by one: along the path, or the first two, their result last."""
     equation, operands = str(call.args[0]).replace(" ", ""), call.args[1]
     inputs, arrow, result = equation.partition("->")
     groups = inputs.split(",")
@@ -186,7 +186,16 @@ def _einsum(call: Call) -> fx.Node:
     hidden = [dim - len(g) + 3 if "." in g else 0 for g, dim in zip(groups, dims, strict=True)]
     names = [free[len(free) - count :] for count in (*hidden, max(hidden))]
     *groups, result = (g.replace("...", name) for g, name in zip((*groups, result), names, strict=True))
-    return call.emit(aten.einsum.default, ",".join(groups) + f"->{result}", operands)
+    pending = list(zip(groups, operands, strict=True))
+    path = iter(call.argument("path") or [0, 1] * len(pending))
+    while len(pending) > 2:
+        second, first = (pending.pop(at) for at in sorted((next(path), next(path)), reverse=True))
+        read = result + "".join(group for group, _ in pending)
+        kept = "".join(letter for letter in dict.fromkeys(first[0] + second[0]) if letter in read)
+        product = f"{first[0]},{second[0]}->{kept}"
+        pending.append((kept, call.derive(aten.einsum.default, product, [first[1], second[1]])))
+    product = ",".join(group for group, _ in pending) + f"->{result}"
+    return call.emit(aten.einsum.default, product, [x for _, x in pending])
 
 
 def _tensordot(call: Call) -> fx.Node:

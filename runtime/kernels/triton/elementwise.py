@@ -10,18 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoptd.runtime.kernels.activation import SQRT_2_OVER_PI
 from autoptd.runtime.kernels.triton import tiles
 from autoptd.runtime.kernels.triton.philox import drop, dropout_arguments
 from autoptd.runtime.kernels.triton.tiles import launch_tiles, lay_out, locate_tile, read
 
 
-def bias_gelu(x: Tensor, bias: Tensor, kind: str, result: Tensor) -> None:
-    launch_tiles(_forward, [x, None], [result], *lay_out(bias), **_activation(kind))
+def bias_gelu(x: Tensor, bias: Tensor, kind: str, coefficient: float, result: Tensor) -> None:
+    launch_tiles(_forward, [x, None], [result], *lay_out(bias), **_activation(kind, coefficient))
 
 
 def bias_gelu_backward(*arguments: Any) -> None:
-    gradient, x, bias, kind, (of_x, of_bias) = arguments
-    launch_tiles(_backward_and_sum, [gradient, x], [of_x], *lay_out(bias), sums=of_bias, **_activation(kind))
+    gradient, x, bias, *kind, (of_x, of_bias) = arguments
+    launch_tiles(_backward_and_sum, [gradient, x], [of_x], *lay_out(bias), sums=of_bias, **_activation(*kind))
 
 
 def gated_product(gate: Tensor, up: Tensor, kind: str, result: Tensor) -> None:
@@ -30,15 +31,17 @@ def gated_product(gate: Tensor, up: Tensor, kind: str, result: Tensor) -> None:
 
 def gated_product_backward(*arguments: Any) -> None:
     gradient, gate, up, kind, results = arguments
-    launch_tiles(_gated_product_backward, [gradient, gate, up], results, KIND=kind, enable_fp_fusion=True)
+    constants = {"KIND": kind, "COEFFICIENT": SQRT_2_OVER_PI, "enable_fp_fusion": True}
+    launch_tiles(_gated_product_backward, [gradient, gate, up], results, **constants)
 
 
-def _activation(kind: str) -> dict[str, Any]:
-    return {"dropout": None, "ALIGNED": False, "KIND": kind, "enable_fp_fusion": True}
+def _activation(kind: str, coefficient: float = SQRT_2_OVER_PI) -> dict[str, Any]:
+    constants = {"KIND": kind, "COEFFICIENT": coefficient, "enable_fp_fusion": True}
+    return {"dropout": None, "ALIGNED": False, **constants}
 
 
 def _dropout(*place: Any) -> dict[str, Any]:
-    return {**dropout_arguments(*place), "KIND": None, "enable_fp_fusion": False}
+    return {**dropout_arguments(*place), "KIND": None, "COEFFICIENT": None, "enable_fp_fusion": False}
 
 
 def bias_dropout_add(*arguments: Any) -> None:
@@ -71,7 +74,7 @@ def _tail_over_density(x):
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def _activate(x, KIND: tl.constexpr, COEFFICIENT: tl.constexpr):
     """Return the activation's value and slope at `x`, both float32."""
     if KIND == "gelu":
         density = tl.exp2(-0.7213475204444817 * x * x)  # exp(-x^2 / 2)
@@ -83,15 +86,15 @@ def _activate(x, KIND: tl.constexpr):
         slope = share + x * share * (1 - share)
     else:
         # 0.5 (1 + tanh(z)) = sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
-        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        slope = share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+        share = tl.sigmoid(2 * COEFFICIENT * (x + 0.044715 * x * x * x))
+        slope = share + x * share * (1 - share) * (2 * COEFFICIENT) * (1 + 0.134145 * x * x)
     return x * share, slope
 
 
 @triton.jit
 def _forward(
     x, other, out, bias, rows, width, stride, other_stride, dropout, ALIGNED: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, COEFFICIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute ``activation(x + bias) * other``, or ``dropout(x + bias) + other`` where there is no `KIND`."""
     row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
@@ -102,7 +105,7 @@ def _forward(
     if KIND is None:
         total = drop(total, row * width + start, dropout, COLUMNS, ALIGNED)
     else:
-        total, _ = _activate(total, KIND)
+        total, _ = _activate(total, KIND, COEFFICIENT)
     if other is not None:
         beside = read(other + row * other_stride + column, inside)
         total = total + beside if KIND is None else total * beside
@@ -112,7 +115,7 @@ def _forward(
 @triton.jit
 def _backward_and_sum(
     gradient, x, of_x, bias, partial, turns, rows, width, gradient_stride, stride, dropout, ALIGNED: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, COEFFICIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of ``activation(x + bias)``, or of a dropout where there is no `KIND`, and their sum."""
     blocks = tl.cdiv(width, COLUMNS)
@@ -128,7 +131,7 @@ def _backward_and_sum(
         if KIND is None:
             slope = drop(slope, row * width + start, dropout, COLUMNS, ALIGNED)
         else:
-            _, own = _activate(read(x + row * stride + column, inside) + shift, KIND)
+            _, own = _activate(read(x + row * stride + column, inside) + shift, KIND, COEFFICIENT)
             slope *= own
         tl.store(of_x + row * width + column, slope, mask=inside)
         total += slope
@@ -138,12 +141,12 @@ def _backward_and_sum(
 @triton.jit
 def _gated_product_backward(
     gradient, gate, up, of_gate, of_up, rows, width, gradient_stride, gate_stride, up_stride,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, COEFFICIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row, start, inside = locate_tile(tl.program_id(0), rows, width, ROWS, COLUMNS, WIDE)
     column = start + tl.arange(0, COLUMNS)
     slopes = read(gradient + row * gradient_stride + column, inside)
-    activated, slope = _activate(read(gate + row * gate_stride + column, inside), KIND)
+    activated, slope = _activate(read(gate + row * gate_stride + column, inside), KIND, COEFFICIENT)
     ups = read(up + row * up_stride + column, inside)
     tl.store(of_gate + row * width + column, slopes * ups * slope, mask=inside)
     tl.store(of_up + row * width + column, slopes * activated, mask=inside)

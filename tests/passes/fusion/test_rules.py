@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -172,8 +171,8 @@ def rotary(*shape: int, turn: Callable[[Tensor], Tensor] = turn) -> Callable[[An
     return body
 
 
-def tanh_gelu(x: Tensor, constant: float = 0.79788456, cube: float = 0.044715) -> Tensor:
-    """As BLOOM writes it, with a constant of eight digits."""
+def rounded_gelu(x: Tensor, constant: float = 0.79788456, cube: float = 0.044715) -> Tensor:
+    """As BLOOM writes it."""
     return x * 0.5 * (1.0 + torch.tanh(constant * x * (1 + cube * x * x)))
 
 
@@ -193,6 +192,7 @@ JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
     "norm": (lambda m, x, y: m.norm(x) * y, kernels.layer_norm),
     "norm of a sum with a factor": (lambda m, x, y: m.norm(torch.add(x, y, alpha=2)), kernels.layer_norm),
     "add and norm": (lambda m, x, y: m.norm(x + y), kernels.add_layer_norm),
+    "add and norm of its rows": (lambda m, x, y: m.norm((x + y).reshape(-1, 8)), kernels.add_layer_norm),
     "dropout of a sum": (lambda m, x, y: functional.dropout(x.exp() + m.scale, 0.1) * y, kernels.bias_dropout_add),
     "norm of dropout and add": (lambda m, x, y: m.norm(functional.dropout(x, 0.1) + y) + y, kernels.add_layer_norm),
     "rms norm": (lambda m, x, y: m.scale * (x * torch.rsqrt(mean_square(x) + 1e-6)) + y, kernels.rms_norm),
@@ -223,8 +223,10 @@ def test_a_chain_becomes_one_kernel(name: str) -> None:
 
 APART: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "another approximation": lambda m, x, y: x * torch.sigmoid(1.702 * x) + y,
-    "a constant of eight digits": lambda m, x, y: tanh_gelu(x) + y,
-    "another cube": lambda m, x, y: tanh_gelu(x, (2 / math.pi) ** 0.5, 0.0447) + y,
+    "another constant": lambda m, x, y: rounded_gelu(x, 0.8) + y,
+    "another cube": lambda m, x, y: rounded_gelu(x, cube=0.0447) + y,
+    "a rounded constant without a bias": lambda m, x, y: rounded_gelu(x * y) + y,
+    "a rounded constant of what two read": lambda m, x, y: rounded_gelu(x) * x + y,
     "a gate read twice": lambda m, x, y: (lambda g: g * y + g)(functional.silu(x)),
     "a mean of cubes": lambda m, x, y: m.scale * (x * torch.rsqrt(mean_square(x, 4) + 1e-6)) + y,
     "a mean over tokens": lambda m, x, y: m.scale * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)) + y,
@@ -238,6 +240,28 @@ APART: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a low-rank product times a tensor": lambda m, x, y: narrow(m, x) * m.scale + y,
     "a norm without a weight": lambda m, x, y: functional.layer_norm(x + y, (8,)),
 }
+
+
+@pytest.mark.parametrize("constant", [0.79788456, 0.7978845608, 0.7979])
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda m, x: x,
+        lambda m, x: torch.addmm(m.scale, x.view(-1, 8), m.one.weight).view(x.shape),
+        lambda m, x: m.norm(x) + m.scale,
+    ],
+    ids=["linear", "addmm", "sum"],
+)
+def test_a_rounded_constant_is_not_replaced(source: Callable[[Any, Tensor], Tensor], constant: float) -> None:
+    torch.manual_seed(0)
+    model = Small(lambda m, x, y: rounded_gelu(source(m, x), constant) + m.norm(y) * m.scale)
+    inputs = {"idx": torch.randint(0, 10, (2, 4))}
+    program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
+    (node,) = (n for n in program.stages[0].graph.nodes if n.target is kernels.bias_gelu)
+    assert node.kwargs == {"approximate": "tanh", "coefficient": constant}
+    report = program.verify()
+    assert report.loss_error <= 1e-12, report
+    assert report.worst[1] <= 1e-12, report
 
 
 @pytest.mark.parametrize("name", APART)

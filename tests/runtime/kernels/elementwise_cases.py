@@ -132,8 +132,12 @@ def gate(activation: Any, of_gate: Callable[[Tensor], Tensor]) -> Case:
     return Case(partial(kernels.gated_product, activation=activation), lambda x, up: of_gate(x) * up, ("x", "x"))
 
 
-def sigmoid_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+def rounded_gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.tanh(0.798 * x * (1 + 0.044715 * x * x)))
+
+
+def sigmoid_gelu(x: Tensor, coefficient: float) -> Tensor:
+    return x * torch.sigmoid(2 * coefficient * (x + 0.044715 * x * x * x))
 
 
 tanh_gelu = partial(functional.gelu, approximate="tanh")
@@ -142,7 +146,12 @@ CASES = {
     "bias_gelu tanh": Case(
         partial(kernels.bias_gelu, approximate="tanh"),
         lambda x, bias: tanh_gelu(x + bias),
-        by_sigmoid=lambda x, bias: sigmoid_gelu(x + bias),
+        by_sigmoid=lambda x, bias: sigmoid_gelu(x + bias, math.sqrt(2 / math.pi)),
+    ),
+    "bias_gelu rounded": Case(
+        partial(kernels.bias_gelu, approximate="tanh", coefficient=0.798),
+        lambda x, bias: rounded_gelu(x + bias),
+        by_sigmoid=lambda x, bias: sigmoid_gelu(x + bias, 0.798),
     ),
     "gated silu": gate("silu", functional.silu),
     "gated gelu": gate("gelu", functional.gelu),

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoptd.runtime import kernels
+from autoptd.runtime.kernels.activation import SQRT_2_OVER_PI
 from tests.marks import cover_pairs
 from tests.masks import keep_mask
 from tests.runtime.kernels.elementwise_cases import CASES, OPERATOR, make_rank
@@ -36,8 +37,8 @@ def calls() -> dict[str, tuple[Any, ...]]:
     x, other, vector, table = draw(2, 3, 8), draw(2, 3, 8), draw(8), torch.randn(3, 6)
     turned = draw(2, 8, 3).transpose(1, 2)
     return {
-        "bias_gelu": (x, vector, "gelu"),
-        "bias_gelu_backward": (x, other, vector, "gelu_tanh"),
+        "bias_gelu": (x, vector, "gelu", SQRT_2_OVER_PI),
+        "bias_gelu_backward": (x, other, vector, "gelu_tanh", 0.79788456),
         "gated_product": (turned, other, "silu"),
         "gated_product_backward": (turned, other, x, "gelu"),
         "rotary_embedding": (turned, table, table, True, False),
@@ -230,6 +231,10 @@ def test_empty_tensors(shape: tuple[int, ...], kernel_device: torch.device) -> N
         (
             lambda x, v: kernels.bias_gelu(x, v, "erf"),  # type: ignore[arg-type]
             "approximate='erf', expected 'none' or 'tanh'",
+        ),
+        (
+            lambda x, v: kernels.bias_gelu(x, v, coefficient=0.79788456),
+            "coefficient=0.79788456, expected approximate='tanh' too",
         ),
         (lambda x, v: kernels.gated_product(x, v), r"gate \[2, 8\] and up \[8\], expected \[\.\., h\] and the same"),
         (
