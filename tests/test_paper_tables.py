@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -144,13 +145,25 @@ def test_the_best_microbatch_is_neither_the_smallest_nor_the_largest() -> None:
         )
 
 
+@cache
+def compare_with_planner() -> list[float]:
+    """By how many percent table 1's (t, p), with its own best b and m, are slower than our best plan, ascending."""
+    place = COLUMNS.index("slower by")
+    return sorted(float(str(measure(row, row.chunks)[place]).rstrip("%")) for row in TABLE_1)
+
+
 @pytest.mark.slow
 def test_the_papers_meshes_are_near_the_planners() -> None:
-    """Table 1's (t, p) with its own best b and m beside our best plan: ten within 9 %, seven within 5 %."""
-    place = COLUMNS.index("slower by")
-    slower = sorted(float(str(measure(row, row.chunks)[place]).rstrip("%")) for row in TABLE_1)
+    """Ten within 9 %, seven of them within 5 %."""
+    slower = compare_with_planner()
     assert slower[6] <= 5
     assert slower[9] <= 9
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="3.6B is 5.1 % slower, 39.1B 6.5 %, 7.5B 8.5 %: a smaller t is faster and fits")
+def test_nine_of_the_papers_meshes_are_within_a_twentieth_of_the_planners() -> None:
+    assert compare_with_planner()[8] <= 5
 
 
 @pytest.mark.slow
