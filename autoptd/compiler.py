@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +103,13 @@ def compile(
         cluster: balances stages by its times, in its memory if any cut fits; default "dgx-a100", of any memory.
         dtype, overlap, zero, wide_gradients: how steps will run there, which the cut relies on: see `simulate`.
     """
+    given: Any = dict(locals())
     end_with_launcher()  # compiling takes its time, and comes before bind
     options.check_seed(seed)
-    needed: Any = {"world_size": world_size, "global_batch": global_batch, "cluster": cluster}
-    auto = options.check_planned(mesh, needed, num_microbatches, expert)
-    given: Any = {"example_inputs": example_inputs, "loss_fn": loss_fn, "layout": layout, "rules": rules, "fuse": fuse}
-    given |= {"microbatch_size": microbatch_size, "num_model_chunks": num_model_chunks, "recompute": recompute}
-    given |= {"scatter_gather": scatter_gather, "sequence_parallel": sequence_parallel, "schedule": schedule}
-    given |= {"device": device, "dtype": dtype, "overlap": overlap, "zero": zero, "wide_gradients": wide_gradients}
-    own: Any = {"seed": seed, "initializer": initializer, "cluster": cluster, "outputs": outputs}
-    own |= {"mesh": mesh, "num_microbatches": num_microbatches, "expert": expert}
-    return _compile(model, **{**given, **own, **(plan(model, **needed, **given)[0].options if auto else {})})
+    if options.check_planned(given):
+        shared = signature(plan).parameters.keys() & given.keys() - {"mesh"}
+        given |= plan(**{name: given[name] for name in shared})[0].options
+    return _compile(**{name: x for name, x in given.items() if name not in ("world_size", "global_batch")})
 
 
 @paused_collector()
@@ -175,14 +173,17 @@ class _Job:
     def divide(self, example: Any, microbatch_size: int | None, first: Program | None = None) -> Program:
         """Capture the model at the shape of `example` and divide it over the tensor ranks, as `first` was."""
         self.say("capture")
-        given: Any = {"example_inputs": example, "microbatch_size": microbatch_size, "loss_fn": self.loss_fn}
-        given["device"] = self.options.device
-        captured = capture(self.model, mesh=self.mesh, outputs=self.outputs, **given)
+        given: Any = {"loss_fn": self.loss_fn, "outputs": self.outputs, "device": self.options.device}
+        trace = partial(capture, self.model, mesh=self.mesh, **given)
+        captured = trace(example_inputs=example, microbatch_size=microbatch_size)
         captured = captured if first is None else input_shapes.guess_batch(captured, first)
+        arrange = select_passes(self.options, "arrange")
         with leave_autocast():
             program = read_initial(captured, model=self.model, initializer=self.initializer)
-            program = run_passes(select_passes(self.options, "arrange"), program, self.say, keep_text)
-            program = mark_expanded(program, self.options, self.model, self.loss_fn, self.outputs)
+            program = run_passes(arrange, program, self.say, keep_text)
+            program = mark_expanded(
+                program, lambda two: run_passes(arrange, trace(example_inputs=two, microbatch_size=2), lambda _: None)
+            )
             program = replace(program, model_flops=count_flops(program.stages[0]))
             program = run_passes(select_passes(self.options, "divide"), program, self.say, keep_text)
         return program if first is None else input_shapes.keep_whole(program, first)

@@ -119,19 +119,20 @@ def check_free_counts(**counts: object) -> None:
     check_counts(**{name: value for name, value in counts.items() if value is not None})
 
 
-def check_planned(mesh: object, needed: Mapping[str, object], num_microbatches: object, expert: object) -> bool:
-    """Return whether the mesh is "auto"; raise ValueError if an argument `needed` for that is missing, or unfit."""
+def check_planned(given: Mapping[str, object]) -> bool:
+    """Return whether the mesh `given` is "auto"; raise ValueError if an argument for that is missing, or unfit."""
+    mesh = given["mesh"]
     if isinstance(mesh, str) and mesh == "auto":
-        if missing := [f"{name}=" for name, value in needed.items() if value is None]:
+        if missing := [f"{name}=" for name in ("world_size", "global_batch", "cluster") if given[name] is None]:
             raise ValueError(
                 f'mesh="auto" needs {", ".join(missing)}: give the number of devices (world_size), the sequences of a '
                 "step (global_batch), and the cluster"
             )
-        for name, value in (("num_microbatches", num_microbatches), ("expert", expert)):
-            if value is not None:
+        for name in ("num_microbatches", "expert"):
+            if given[name] is not None:
                 raise ValueError(f'{name}= does not go with mesh="auto", which chooses it: leave it out')
         return True
     for name in ("world_size", "global_batch"):
-        if needed[name] is not None:
+        if given[name] is not None:
             raise ValueError(f'{name}= goes with mesh="auto" only: leave it out with mesh={mesh!r}')
     return False

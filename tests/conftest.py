@@ -79,7 +79,7 @@ def card() -> str:
 def captures() -> Iterator[Captures]:
     """`compile` and the planner trace each of the tests' models once, and no test changes what they share."""
     with pytest.MonkeyPatch.context() as patch:
-        for user in ("autoptd.compiler", "autoptd.planning.estimator", "autoptd.capture.broadcast_dropout"):
+        for user in ("autoptd.compiler", "autoptd.planning.estimator"):
             patch.setattr(f"{user}.capture", SHARED.capture)
         patch.setattr("autoptd.planning.estimator.run_passes", run_passes_once)
         patch.setattr("autoptd.planning.estimator.FusedOrder", order_once)

@@ -70,7 +70,7 @@ IMPORTS = {
     "autoptd": {
         "__main__": "cli",
         "calibration": "compiled compiler progress simulate",
-        "capture": "options pass_list",
+        "capture": "",
         "check": "options",
         "cli": "calibration capture check compiled compiler "
                "loading planning reports simulate text verification",

@@ -1,44 +1,34 @@
 """Find draws for batch-independent values that each sequence has its own of, which a batch of one does not show."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
-from autoptd.capture.autocast_state import leave_autocast
 from autoptd.capture.example_inputs import make_example
-from autoptd.capture.export import capture
-from autoptd.capture.results import LossFunction, Outputs
-from autoptd.options import Options
-from autoptd.pass_list import run_passes, select_passes
 from autoptd.passes.ir.nodes import argument, info, walk, where
 from autoptd.passes.ir.program import Program, copy_graph
 from autoptd.runtime import kernels
 from autoptd.runtime.user_warnings import warn_caller
 
 
-def mark_expanded(
-    program: Program, options: Options, model: nn.Module, loss_fn: LossFunction, outputs: Outputs
-) -> Program:
+def mark_expanded(program: Program, trace: Callable[[Any], Program]) -> Program:
     """Mark the dropouts and draws of the undivided, one-sequence `program` that would draw twice for a batch of two.
 
     These act on positions expanded to the batch, or on constants with its size. Positions shared by all sequences,
-    [1, s], look the same in a batch of one, so the model is traced again with two.
+    [1, s], look the same in a batch of one, so `trace` makes the program again of example inputs with two.
     """
     found = _list_draws(program)
     if not found or all(i.batch_dim is None or i.shape[i.batch_dim] > 1 for i in program.inputs):
         return program
     shapes = (tuple(2 * n if d == i.batch_dim else n for d, n in enumerate(i.shape)) for i in program.inputs)
     doubled = tuple(replace(i, shape=shape) for i, shape in zip(program.inputs, shapes, strict=True))
-    inputs = make_example(replace(program, inputs=doubled))
     try:
         with warnings.catch_warnings(action="ignore"):  # the batch of one was warned of
-            given: Any = {"example_inputs": inputs, "loss_fn": loss_fn, "microbatch_size": 2, "outputs": outputs}
-            two = capture(model, mesh=program.mesh, device=options.device, **given)
-            with leave_autocast():
-                two = run_passes(select_passes(options, "arrange"), two, lambda _: None)
+            two = trace(make_example(replace(program, inputs=doubled)))
     except (TypeError, ValueError) as error:
         place = where(next(iter(found.values())))
         warn_caller(
