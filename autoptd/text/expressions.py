@@ -109,9 +109,6 @@ def write_value(value: Any, names: Names) -> str:
     if isinstance(value, tuple):
         inner = ", ".join(write_value(item, names) for item in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    if isinstance(value, Mapping):
-        items = (f"{quote(str(key))}: {write_value(item, names)}" for key, item in value.items())
-        return "{" + ", ".join(items) + "}"
     if kind is torch.device:
         return names.device or f"torch.device({quote(str(value))})"
     raise ValueError(f"cannot write {value!r} of type {kind.__name__} as an argument")

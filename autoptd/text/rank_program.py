@@ -20,12 +20,6 @@ class Slice(NamedTuple):
     dim: int | None
     rows: tuple[range, ...]
 
-    def __str__(self) -> str:
-        if self.dim is None:
-            return "all"
-        runs = ", ".join(f"{run.start}:{run.stop}" for run in self.rows)
-        return f"{runs or 'padding alone'} of dimension {self.dim}"
-
 
 class LocalParameter(NamedTuple):
     """A tensor's global shape, the shape that one rank holds, and the slice.

@@ -41,9 +41,7 @@ class TracedValue(fx.Proxy):
     def __getattr__(self, name: str) -> Any:
         if name not in _KNOWN:
             return super().__getattr__(name)
-        if not isinstance(value := _value_of(self.node), Tensor):
-            raise AttributeError(f"{self.node.name} is a {type(value).__name__} and has no {name}")
-        return getattr(value, name)
+        return getattr(_value_of(self.node), name)
 
     def __iter__(self) -> Iterator[fx.Proxy]:
         return (self.__getitem__(index) for index in range(len(self)))
