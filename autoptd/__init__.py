@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from autoptd.calibration.fit import calibrate as calibrate
     from autoptd.check.program import ProgramError as ProgramError
     from autoptd.compiled import CompiledProgram as CompiledProgram
+    from autoptd.compiled import load as load
     from autoptd.compiler import compile as compile
     from autoptd.difference import diff as diff
-    from autoptd.loading import load as load
     from autoptd.passes.cost.cluster import Cluster as Cluster
     from autoptd.planning.plan import Plan as Plan
     from autoptd.planning.search import plan as plan
@@ -38,7 +38,7 @@ _HOMES = {
     "SafetensorsFolder": "autoptd.weights.safetensors_folder",
     "Simulation": "autoptd.simulate.step",
     "compile": "autoptd.compiler",
-    "load": "autoptd.loading",
+    "load": "autoptd.compiled",
     "simulate_schedule": "autoptd.simulate.schedule",
 }
 

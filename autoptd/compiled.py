@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autoptd.capture.export import check_model
 from autoptd.capture.quantized_modules import read_quantized
 from autoptd.check.program import ProgramError, check_program
+from autoptd.description import write_title
 from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import describe_shape, find_disagreement, naming_program
 from autoptd.options import Options, check_seed
@@ -31,7 +32,7 @@ from autoptd.runtime.engine.graphs import check_queues, graph_devices
 from autoptd.runtime.guards.optimizer_watch import refuse_forgotten
 from autoptd.runtime.guards.weight_agreement import compare_weights
 from autoptd.runtime.health.malloc import disable_malloc_trim
-from autoptd.runtime.launch import join
+from autoptd.runtime.launch import end_with_launcher, join
 from autoptd.runtime.module.parallel import Parallel, signed
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Mesh
@@ -40,9 +41,9 @@ from autoptd.runtime.weights.file_tensor import Weights
 from autoptd.runtime.weights.slices import check_proof
 from autoptd.simulate.step import Simulation, Training, simulate_program
 from autoptd.simulate.symbolic_cost import Cost
-from autoptd.text.folder import program_hash, save_folder
+from autoptd.text.folder import load_folder, program_hash, save_folder
 from autoptd.text.rank_program import RankProgram
-from autoptd.text.reader import read_text, read_texts, shape_folder, trace_texts
+from autoptd.text.reader import read_text, read_texts, shape_folder, trace_program, trace_texts
 from autoptd.verification.report import Report
 from autoptd.verification.step import verify_program
 from autoptd.weights.sources import check_given, check_parameters, check_values, read_weights
@@ -116,8 +117,7 @@ class CompiledProgram:
             with naming_program(program.manifest):
                 texts = read_texts(program.texts, program.manifest)
                 traced = trace_texts(texts, program.manifest, program.buffers)
-                schedule = tuple(text.actions for text in texts)
-                uncovered += check_program(program.manifest, traced.stages, schedule)
+                uncovered += check_program(program.manifest, traced.stages, tuple(text.actions for text in texts))
         self.check_shapes()
         return tuple(uncovered)
 
@@ -300,3 +300,30 @@ def _default_device() -> torch.device:
         return torch.device("cpu")
     # A launcher may show each process a GPU of its own alone. (NCCL refuses two processes on one.)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def load(folder: str | Path, model: nn.Module | None = None) -> CompiledProgram:
+    """Load the program that `CompiledProgram.save` wrote, edits included: stages are traced anew from the texts.
+
+    `model` is the one that was compiled, for `verify`, `explain` and `bind`. Runs the texts' code. OSError for missing
+    files, ValueError for a text that does not trace, or another model; `ProgramError` for contradictions.
+    """
+    end_with_launcher()
+    name = Path(folder).resolve().name
+    first = _load(Path(folder), name)
+    further = (_load(Path(folder) / shape_folder(n), name) for n in range(1, first.manifest.num_shapes))
+    result = replace(first, further=tuple(further), model=model)
+    result.check_shapes()
+    if model is not None:
+        check_parameters(result.manifest, read_quantized(model))
+    return result
+
+
+def _load(folder: Path, name: str) -> CompiledProgram:
+    texts, manifest, buffers = load_folder(folder)
+    program = trace_program(texts, manifest, buffers=buffers)
+    title = write_title(name, manifest.parameters)
+    result = CompiledProgram(program.stages, program.log, texts, manifest, buffers, title)
+    with naming_program(manifest):
+        check_program(manifest, program.stages, result.schedule)
+    return result

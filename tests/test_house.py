@@ -73,8 +73,8 @@ IMPORTS = {
         "capture": "",
         "check": "options",
         "cli": "calibration capture check compiled compiler "
-               "loading planning reports simulate text verification",
-        "compiled": "capture check gc_pause input_shapes options "
+               "planning reports simulate text verification",
+        "compiled": "capture check description gc_pause input_shapes options "
                     "planning reports simulate text verification weights",
         "compiler": "capture compiled description gc_pause input_shapes loss options "
                     "pass_list planning progress simulate text weights",
@@ -82,7 +82,6 @@ IMPORTS = {
         "difference": "compiled planning text",
         "gc_pause": "",
         "input_shapes": "check",
-        "loading": "capture check compiled description input_shapes text weights",
         "loss": "",
         "options": "",
         "pass_list": "options progress",

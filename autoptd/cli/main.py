@@ -18,9 +18,8 @@ from autoptd.calibration.fit import calibrate
 from autoptd.check.program import ProgramError
 from autoptd.cli import tables
 from autoptd.cli.model_path import make_model
-from autoptd.compiled import CompiledProgram
+from autoptd.compiled import CompiledProgram, load
 from autoptd.compiler import compile
-from autoptd.loading import load
 from autoptd.passes.cost.cluster import Cluster, suggest, write_tables
 from autoptd.passes.cost.throughput import format_speed
 from autoptd.passes.recompute import MODES
