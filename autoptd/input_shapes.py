@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoptd.check.program import ProgramError
 from autoptd.passes.ir.nodes import is_lifted
-from autoptd.passes.ir.program import Program, copy_graph
+from autoptd.passes.ir.program import Program, constants_graph, constants_made, copy_graph
 from autoptd.runtime.program.manifest import Manifest
 
 # Fields of the manifest that are equal for all shapes, besides inputs and parameters.
@@ -26,9 +26,9 @@ def list_examples(example_inputs: Any) -> list[Any]:
     """
     if example_inputs is not None and not isinstance(example_inputs, (Mapping, Sequence, Tensor)):
         raise TypeError(f"example_inputs is {example_inputs!r}; expected a dict or tuple, or a list of these")
-    several = example_inputs if isinstance(example_inputs, list) else []
-    whole = any(isinstance(x, (Mapping, tuple, list)) for x in several)
-    return several if whole else [example_inputs]  # a list without one is the positional inputs of one microbatch
+    if isinstance(example_inputs, list) and any(isinstance(x, (Mapping, tuple, list)) for x in example_inputs):
+        return example_inputs
+    return [example_inputs]  # a list without one is the positional inputs of one microbatch
 
 
 def naming_shape(number: int, example: Any) -> AbstractContextManager[None]:
@@ -82,13 +82,11 @@ def rename_own(program: Program, number: int) -> Program:
     (stage,) = program.stages
     own = [n for n, p in stage.parameters.items() if p.kind == "constant" or is_lifted(n)]
     names = {name: f"shape_{number}.{name}" for name in own}
-    graph, constants = copy_graph(stage.graph), copy_graph(stage.constants)
+    made = {names.get(name, name): node for name, node in constants_made(stage.constants).items()}
+    graph, constants = copy_graph(stage.graph), constants_graph(made, made)
     for node in (*graph.nodes, *constants.nodes):
         if node.op == "get_attr":
             node.target = names.get(str(node.target), node.target)
-    for node in constants.find_nodes(op="output"):
-        table: Any = node.args[0]
-        node.args = ({names.get(name, name): value for name, value in table.items()},)
     parameters = {names.get(n, n): replace(p, name=names.get(n, n)) for n, p in stage.parameters.items()}
     buffers = {names.get(name, name): value for name, value in program.buffers.items()}
     renamed = replace(stage, graph=graph, parameters=parameters, constants=constants)

@@ -17,7 +17,8 @@ from typing import Any, Literal
 from torch import fx
 from torch._ops import OpOverload
 
-from autoptd.passes.ir.nodes import argument, info, operator_name, where
+from autoptd.passes.ir.nodes import info, operator_name, where
+from autoptd.passes.ir.products import read_products
 from autoptd.passes.ir.program import Stage, find_trained, split_results
 from autoptd.passes.operators import proof
 from autoptd.passes.operators.experts import EXCHANGES
@@ -59,15 +60,6 @@ def _is_copied_part(node: fx.Node) -> bool:
     """Whether it is the result of one of several linears that read f together."""
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and source.target is collectives.copied_linears
-
-
-def _parameters_of(linears: fx.Node, part: fx.Node) -> list[Any]:
-    """Weight and bias of the linear among several whose result is `part`."""
-    if part.target is not operator.getitem:
-        return []
-    index: Any = part.args[1]
-    lists: list[Any] = [linears.args[2], argument(linears, "biases")]
-    return [given[index] for given in lists if given]
 
 
 def _is_lost(found: proof.Found) -> bool:
@@ -195,7 +187,8 @@ class StageWalk:
         if has_trait(reader, Trait.SUMS_GRADIENTS) and reader.args[1] is value:
             return "whole"
         if reader.target is collectives.copied_linears:
-            made = next((n for n in reader.users if value in _parameters_of(reader, n)), None)
+            own = {product.index for product in read_products(reader) if value in product.parameters}
+            made = next((n for n in reader.users if n.target is operator.getitem and n.args[1] in own), None)
             return None if made is None else self._gradient_from(made, reader)
         if self.placements[reader] is proof.WHOLE:
             return self.gradients.get(reader)
@@ -211,8 +204,7 @@ class StageWalk:
             if gradient == "whole" and marked:
                 raise proof.PlacementError(
                     f"stage {self.index}: {node.target} has a partial gradient in its placement, although every tensor "
-                    "rank has its whole gradient, and would be multiplied by their number: correct the mark "
-                    "in the manifest"
+                    "rank has its whole gradient, and would be multiplied by their number: correct the manifest"
                 )
         elif has_trait(node, Trait.SUMS_RANKS | Trait.OWN_BACKWARD):
             if gradient == "partial":

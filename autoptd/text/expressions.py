@@ -83,12 +83,6 @@ def write_call(node: fx.Node, names: Names) -> tuple[str, list[str]]:
     return text, texts
 
 
-def write_index(node: fx.Node, names: Names) -> str:
-    """Write ``x[0]`` for a call of operator.getitem."""
-    value, index = node.args
-    return f"{write_value(value, names)}[{write_value(index, names)}]"
-
-
 def is_index(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 

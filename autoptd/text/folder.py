@@ -48,9 +48,8 @@ def save_folder(
     save_file(copies, folder / BUFFERS)
 
 
-def load_folder(path: str | Path) -> tuple[tuple[str, ...], Manifest, dict[str, Tensor]]:
+def load_folder(folder: Path) -> tuple[tuple[str, ...], Manifest, dict[str, Tensor]]:
     """Return the texts, manifest and buffers of a saved program. ValueError or OSError names the file that is wrong."""
-    folder = Path(path)
     manifest = from_json(_read(folder / MANIFEST), str(folder / MANIFEST))
     count = manifest.mesh.pipeline
     texts = tuple(_read(folder / program_filename(rank, count)) for rank in range(count))

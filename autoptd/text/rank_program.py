@@ -9,7 +9,6 @@ from torch import Tensor, fx, nn
 
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates
-from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.schedule import Action
 from autoptd.text.reader import read_text, trace_stages
 
@@ -59,9 +58,12 @@ class RankProgram:
         """Return the rank's tensors by their names in the user's ``state_dict``."""
         mesh, at = self.manifest.mesh, self.coordinates
         own = {n: p for n, p in self.manifest.parameters.items() if at.pipeline in self.manifest.owners(n)}
-        groups = {n: mesh.group(p.placement.axis, self.rank) for n, p in own.items()}
-        slices = {n: find_slice(p, len(groups[n]), groups[n].index(self.rank)) for n, p in own.items()}
-        return {n: LocalParameter(p.shape, p.local_shape(mesh.sizes), slices[n]) for n, p in own.items()}
+        held = {}
+        for name, p in own.items():
+            group, on = mesh.group(p.placement.axis, self.rank), p.placement[p.placement.axis]
+            part = Slice(on.dim, tuple(range(*run) for run in on.runs(len(group), group.index(self.rank))))
+            held[name] = LocalParameter(p.shape, p.local_shape(mesh.sizes), part)
+        return held
 
     def module(self, device: str | torch.device = "meta") -> nn.Module:
         """Return the text's program as a module with one ``fx.GraphModule`` per stage (``stage_0``, ...).
@@ -85,9 +87,3 @@ class RankProgram:
             own = {name: tensors[name] for name in self.manifest.stages[index].parameters}
             root.add_module(f"stage_{index}", fx.GraphModule(own, graph, f"Stage{index}"))
         return root
-
-
-def find_slice(parameter: Parameter, size: int, index: int) -> Slice:
-    """Return the slice of a tensor that rank `index` of the `size` on its axis holds, neighbouring rows joined."""
-    on_axis = parameter.placement[parameter.placement.axis]
-    return Slice(on_axis.dim, tuple(range(*run) for run in on_axis.runs(size, index)))

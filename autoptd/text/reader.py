@@ -51,11 +51,12 @@ def trace_texts(texts: Sequence[ProgramText], manifest: Manifest, buffers: Mappi
         if list(program.stages) != expected:
             found, wanted = (", ".join(f"stage_{i}" for i in own) for own in (program.stages, expected))
             raise ValueError(f"{program.filename} has {found}; expected {wanted} on pipeline rank {rank}")
-        constants = _trace_constants(program, whole, propagation)
+        recorder = Recorder(program.filename, _find_targets(program.text), whole, propagation)
+        constants = constants_made(recorder.record(program.constants, recorder.parameters))
         for index in program.stages:
             graph = _trace_stage(program, index, manifest, propagation)
             parameters = {name: manifest.parameters[name] for name in manifest.stages[index].parameters}
-            stages[index] = Stage(graph, parameters, constants_graph(constants_made(constants), parameters))
+            stages[index] = Stage(graph, parameters, constants_graph(constants, parameters))
     ordered = tuple(stages[index] for index in range(len(manifest.stages)))
     log = (f"read {len(texts)} program texts",)
     return Program(manifest.mesh, ordered, manifest.inputs, manifest.output, manifest.aliases, log, buffers)
@@ -110,11 +111,6 @@ def _trace_stage(program: ProgramText, index: int, manifest: Manifest, propagati
     return graph
 
 
-def _trace_constants(program: ProgramText, tensors: Mapping[str, Tensor], propagation: Propagation) -> fx.Graph:
-    recorder = Recorder(program.filename, _find_targets(program.text), tensors, propagation)
-    return recorder.record(program.constants, recorder.parameters)
-
-
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
@@ -123,15 +119,9 @@ def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _find_targets(text: str) -> Targets:
     """Return the names that each line of the text assigns to."""
     found: dict[int, tuple[str, ...]] = {}
-    pending: list[ast.AST] = [ast.parse(text)]
-    while pending:
-        statement = pending.pop()
-        pending += (child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt))
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target = statement.targets[0]
-            parts = target.elts if isinstance(target, ast.Tuple) else [target]
-            names = tuple(part.id for part in parts if isinstance(part, ast.Name))
-            if len(names) == len(parts):
-                lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-                found.update(dict.fromkeys(lines, names))
+    for statement in ast.walk(ast.parse(text)):
+        if isinstance(statement, ast.Assign):
+            names = tuple(part.id for part in ast.walk(statement.targets[0]) if isinstance(part, ast.Name))
+            lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+            found.update(dict.fromkeys(lines, names))
     return found

@@ -13,7 +13,7 @@ from autoptd.runtime.collectives import copy_to_tensor, reduce_from_tensor
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule_text import wrap_words
 from autoptd.text.comments import name_modules, write_communication, write_hidden, write_value_shape
-from autoptd.text.expressions import Names, is_index, write_call, write_index
+from autoptd.text.expressions import Names, is_index, write_call, write_value
 
 WIDTH = 110
 COMMENT_COLUMN = 76
@@ -80,7 +80,8 @@ def write_calls(
         if node in repeated and " over " in note and not note.startswith("backward"):
             note += ", and again"
         if is_index(node):
-            yield beside(f"{indent}{target} = {write_index(node, names)}", write_comment(shape, note))
+            value, index = (write_value(arg, names) for arg in node.args)
+            yield beside(f"{indent}{target} = {value}[{index}]", write_comment(shape, note))
         else:
             function, args = write_call(node, names)
             after = write_comment(write_hidden(node, mesh.tensor))

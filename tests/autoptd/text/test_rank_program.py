@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import fx
@@ -9,8 +11,8 @@ from torch import fx
 from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.mesh import Coordinates, Mesh
-from autoptd.runtime.program.placement import AxisPlacement, Parameter, Placement, Segment, Shard
-from autoptd.text.rank_program import RankProgram, find_slice
+from autoptd.runtime.program.placement import AxisPlacement, Segment, Shard
+from autoptd.text.rank_program import RankProgram
 from autoptd.text.writer import emit_texts
 from tests.two_stages import random_tensors, two_stages
 
@@ -52,10 +54,9 @@ SEGMENTS = [
 def test_slice_is_what_placement_takes(placement: AxisPlacement, rows: int, index: int) -> None:
     whole = torch.arange(1, rows + 1)
     taken = placement.take(whole, 2, index)
-    part = find_slice(Parameter("w", (rows,), torch.int64, placement=Placement(tensor=placement)), 2, index)
-    listed = [row for run in part.rows for row in run]
-    assert [int(whole[row]) for row in listed] == [int(x) for x in taken if x]
-    assert all(a.stop < b.start for a, b in zip(part.rows, part.rows[1:], strict=False))
+    runs = list(placement.runs(2, index))
+    assert [int(whole[row]) for run in runs for row in range(*run)] == [int(x) for x in taken if x]
+    assert all(stop < start for (_, stop), (start, _) in pairwise(runs))
 
 
 def test_module_has_the_ranks_shapes() -> None:
