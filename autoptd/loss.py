@@ -185,9 +185,8 @@ def describe_means(program: Program, divided: Program) -> Iterator[str]:
         yield (
             f"{' and '.join(uncounted)} {'reach' if len(uncounted) > 1 else 'reaches'} the loss changed, with class "
             "weights, or in a count that the model divides by, so autoptd does not know which labels count: a step's "
-            "loss is the plain mean of the microbatches' losses. It differs from the loss of the whole batch where "
-            "microbatches have different numbers of counted labels. Change labels in the data, before the call, and "
-            "let cross_entropy take the mean, which ignores its ignore_index"
+            "loss is the plain mean of the microbatches' losses, not that of the whole batch where their numbers of "
+            "labels differ. Change labels in the data, and let cross_entropy take the mean over those not ignored"
         )
     if is_sum(divided):
         yield (

@@ -18,10 +18,9 @@ def read_autocast(model: nn.Module) -> Autocast | None:
     It applies whatever device the weights are on, since the program may run on another. If two are enabled, the one of
     the weights' device applies; for a model on the meta device, that of CUDA.
     """
-    states = {d: Autocast(d, torch.get_autocast_dtype(d)) for d in KERNELS if torch.is_autocast_enabled(d)}
-    if len(states) < 2:
-        return next(iter(states.values()), None)
-    return states["cpu" if any(tensor.is_cpu for tensor in (*model.parameters(), *model.buffers())) else "cuda"]
+    own = "cpu" if any(tensor.is_cpu for tensor in (*model.parameters(), *model.buffers())) else "cuda"
+    enabled = [device for device in (own, *KERNELS) if torch.is_autocast_enabled(device)]
+    return Autocast(enabled[0], torch.get_autocast_dtype(enabled[0])) if enabled else None
 
 
 class NoGradRegions(TorchFunctionMode):

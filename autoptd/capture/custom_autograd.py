@@ -181,9 +181,8 @@ def _run(function: AutogradFunction, args: Any, place: str, grad: bool) -> tuple
         except Exception as error:
             found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise CaptureError(
-                f"{place}: the forward of {name} does not run without data ({found}), as it must to know the shapes of "
-                "its results. Write it with torch operators; make a kernel of your own an operator with "
-                "torch.library.custom_op and register_fake, and call that"
+                f"{place}: the forward of {name} does not run without data ({found}), as the shapes of its results "
+                "need: write it with torch operators; make your kernel one by torch.library.custom_op and register_fake"
             ) from error
         further, unknown = run_backward(results, twins)
     if unknown:

@@ -36,8 +36,6 @@ class DropoutOff(TorchFunctionMode):
         options = dict(kwargs or {})
         if func in DROPPING:
             return args[0] if args else options["input"]
-        if func is aten.native_dropout.default:
-            return args[0], torch.ones_like(args[0], dtype=torch.bool)
         if func in ATTENTIONS:
             return func(**{**dict(zip(ATTENTIONS[func], args, strict=False)), **options, "dropout_p": 0.0})
         return func(*args, **options)
@@ -77,10 +75,10 @@ class Calls(TorchFunctionMode):
             self.found = user_line()
 
 
-def compare_evaluation(model: nn.Module, training: Sequence[Call], run: Callable[[], Tensor]) -> Calls:
-    """Compare the calls of `run`, which calls `model`, in evaluation mode with those of the `training` forward.
+def compare_evaluation(model: nn.Module, training: Sequence[Call], run: Callable[[], Tensor]) -> str | None:
+    """Return the first place where the calls of `run`, which calls `model`, in evaluation mode differ from `training`.
 
-    That one was exported, and a model may take masks then that it leaves out elsewhere: so `run` is told the same.
+    That forward was exported, and a model may take masks then that it leaves out elsewhere: so `run` is told the same.
     """
     calls = Calls(training)
     exporting = patch.multiple(torch.compiler, _is_exporting_flag=True, _is_compiling_flag=True)
@@ -88,6 +86,4 @@ def compare_evaluation(model: nn.Module, training: Sequence[Call], run: Callable
         for part in model.modules():
             part.training = False
         run()
-    if len(calls.made) < len(training):
-        calls.found = calls.found or "the end of forward"
-    return calls
+    return calls.found or ("the end of forward" if len(calls.made) < len(training) else None)

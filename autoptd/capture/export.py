@@ -157,12 +157,12 @@ def _compare_modes(objective: Objective, run: Callable[[], Tensor]) -> Iterator[
     """Warn, and yield log lines, where evaluation differs from training without dropout."""
     try:
         with objective.known:
-            calls = compare_evaluation(objective, objective.result.calls.made, run)
+            found = compare_evaluation(objective, objective.result.calls.made, run)
     except Exception as error:  # the trace supports operators that do not run otherwise without data
         yield f"evaluation was not compared with training: {describe_error(error, objective.captured)[1]}"
         return
-    if calls.found:
-        line = f"in evaluation the model computes something else, from {calls.found}"
+    if found:
+        line = f"in evaluation the model computes something else, from {found}"
         warn_caller(
             f"{line}: a program computes the forward of training in evaluation too, with its noise, only without "
             "dropout. Evaluate with the model itself, which loads full_state_dict(), or make both forwards alike"

@@ -93,7 +93,7 @@ def _find_mask(blocks: tuple[Any, ...]) -> Any:
         found = f"whose blocks cannot be compared with its mask_mod ({type(error).__name__})"
     if found:
         way = "say all that is hidden in mask_mod, and call create_block_mask in forward"
-        _refuse(f"flex_attention gets a BlockMask {found}: {way}")
+        raise CaptureError(f"{user_line()}: flex_attention gets a BlockMask {found}: {way}")
     return mod
 
 
@@ -162,11 +162,7 @@ class _AllAtOnce(TorchFunctionMode):
         return single or type(x) is int
 
     def _refuse(self, what: str) -> NoReturn:
-        _refuse(
-            f"{self._name} of flex_attention {what}: write it with arithmetic, comparisons and torch.where, and index "
-            "tensors by a number for each dimension"
+        raise CaptureError(
+            f"{user_line()}: {self._name} of flex_attention {what}: write it with arithmetic, comparisons and "
+            "torch.where, and index tensors by a number for each dimension"
         )
-
-
-def _refuse(text: str) -> NoReturn:
-    raise CaptureError(f"{user_line()}: {text}")

@@ -82,8 +82,6 @@ def _read_step(node: fx.Node, number: Number, learned: set[fx.Node]) -> Step | N
     if step is None or not isinstance(step.source, fx.Node):
         return None
     given, val = step.source.meta["val"], node.meta["val"]
-    if not given.is_floating_point() or given.dim() < 3:
-        return None
     same_dtype = given.dtype == val.dtype or step.kind == "cast"
     same_shape = given.shape == val.shape or step.kind == "view"
     return replace(step, frame=tuple(given.shape)) if same_dtype and same_shape else None

@@ -142,7 +142,11 @@ class Masks:
         shape_word = {"causal": "causal", "kept": "constant"}.get(judged, "")
         words = ", ".join(filter(None, ["additive bias" if bias else "", shape_word]))
         if bias is not None:
-            return self._add(bias, seen, words, dtype)
+            if bias.meta["val"].dtype != dtype:
+                return _wider(bias, dtype)
+            if seen is not None:
+                bias = self.constants.emit(aten.where.ScalarOther, seen, bias, float("-inf"))
+            return Mask("kept", words, constant=bias)
         square = seen is not None and tuple(seen.meta["val"].shape[-2:]) == tuple(shape[-2:])
         if judged == "open" or (judged == "causal" and square):
             return Mask(judged, words or "no mask")
@@ -163,14 +167,6 @@ class Masks:
         least = torch.finfo(mask.meta["val"].dtype).min
         seen = self.constants.emit(aten.gt.Scalar, mask, least) if content.hides else None
         return seen, mask if content.adds else None
-
-    def _add(self, bias: fx.Node, seen: fx.Node | None, words: str, dtype: torch.dtype) -> Mask | str:
-        """Write a bias and the hidden keys as one additive mask."""
-        if bias.meta["val"].dtype != dtype:
-            return _wider(bias, dtype)
-        if seen is not None:
-            bias = self.constants.emit(aten.where.ScalarOther, seen, bias, float("-inf"))
-        return Mask("kept", words, constant=bias)
 
     def _join(self, target: Any, first: fx.Node | None, second: fx.Node | None) -> fx.Node | None:
         both = first is not None and second is not None

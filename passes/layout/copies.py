@@ -22,8 +22,6 @@ def find_copies(graph: fx.Graph, strides: Strides) -> dict[fx.Node, int]:
     """
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node.op == "output":
-            continue
         value = strides.visit(node)
         rule = rules_of(node).copies
         given = [strides.values.get(n) for n in node.args if isinstance(n, fx.Node)]

@@ -30,7 +30,7 @@ def graph_of(make: Made, dtype: torch.dtype = torch.float32) -> fx.Graph:
         describe(node, target(*fx.map_arg(args, lambda n: n.meta["val"])), NodeInfo())
         return node
 
-    graph.output(make(call, x))
+    describe(graph.output(make(call, x)), None, NodeInfo())
     return graph
 
 
@@ -125,5 +125,5 @@ def test_operators_without_meta_kernels_keep_what_capture_saw() -> None:
 
     node = graph.call_function(refuse, (x,))
     describe(node, torch.empty(5, device="meta"), NodeInfo())
-    graph.output(node)
+    describe(graph.output(node), None, NodeInfo())
     assert sum(find_copies(graph, Strides(ONE)).values()) == 0
