@@ -72,14 +72,21 @@ def read_product(node: fx.Node) -> MatrixProduct | None:
     return found[0] if len(found) == 1 and found[0].index is None else None
 
 
-def find_factors(node: fx.Node) -> Sequence[fx.Node]:
-    """Return the two tensors that a product multiplies, or an einsum that is written out; none for other calls."""
-    if (product := read_product(node)) is not None:
-        return product.factors
-    if node.target is kernels.grouped_linear:
-        return node.args[:2]  # type: ignore[return-value]
+def find_products(node: fx.Node) -> tuple[MatrixProduct, ...]:
+    """Return the products of a call; that of all experts is one, and so is an einsum of two operands."""
+    given: Any = node.args
+    if node.target is kernels.grouped_linear:  # whose weight has one matrix for each expert
+        contracted = 1 if argument(node, "transposed") else 2
+        return (MatrixProduct(node, given[0], given[1], argument(node, "bias"), contracted),)
     einsum = read_einsum(node)
-    return einsum.operands if len(einsum.operands) == 2 and einsum.is_plain else ()
+    plain = len(einsum.operands) == 2 and einsum.is_plain
+    return (MatrixProduct(node, einsum.operands[0], einsum.operands[1]),) if plain else read_products(node)
+
+
+def find_factors(node: fx.Node) -> Sequence[fx.Node]:
+    """Return the two tensors that the only product of a call multiplies; none for other calls."""
+    found = find_products(node)
+    return found[0].factors if len(found) == 1 and found[0].index is None else ()
 
 
 def _read_ours(node: fx.Node, given: Mapping[str, Any]) -> tuple[MatrixProduct, ...]:

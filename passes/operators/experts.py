@@ -4,32 +4,23 @@ Tensor ranks have all tokens. Each computes the rows of its own experts, and the
 what its ranks have of a token: as much as behind any row-parallel linear. Rows of experts are a ragged axis.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from operator import getitem
 from typing import Any
 
 from torch import fx
 
-from autoptd.passes.ir.nodes import argument, called, results_of, shape_of
-from autoptd.passes.ir.products import MatrixProduct
+from autoptd.passes.ir.nodes import called, results_of, shape_of
+from autoptd.passes.ir.products import find_products
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import products, proof
 from autoptd.passes.operators.axis_map import AxisMap
 from autoptd.passes.operators.layout import DimOrder, LayoutWriter, Written
 from autoptd.passes.operators.localizer import Localizer, is_lone_sum, same_call
-from autoptd.passes.operators.quantities import Number, Product, Value, Work
+from autoptd.passes.operators.quantities import Value, Work
 from autoptd.passes.operators.record import OperatorRules, Trait
 from autoptd.runtime import collectives, kernels
 from autoptd.runtime.program.placement import AxisPlacement, Ragged, Segment, Shard
-
-
-def _product(node: fx.Node) -> MatrixProduct:
-    """Return the product of ``grouped_linear``, whose weight has one matrix for each expert."""
-    given: Any = node.args
-    contracted = 1 if argument(node, "transposed") else 2
-    return MatrixProduct(node, given[0], given[1], argument(node, "bias"), contracted)
-
 
 # Axes
 
@@ -49,7 +40,7 @@ def _dispatch_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
 
 def _linear_axes(axis_map: AxisMap, node: fx.Node) -> ax.Axes:
     """Relate [rows, in] x [experts, out, in] -> [rows, out]; `in` is contracted, or whole where a bias is added."""
-    product = _product(node)
+    (product,) = find_products(node)
     rows, weight = axis_map.of(product.x), axis_map.of(product.weight)
     inner, outer = weight[product.contracted], weight[3 - product.contracted]
     (experts,) = axis_map.of(node.args[2])
@@ -125,7 +116,7 @@ def _dispatch_placed(node: fx.Node, placements: proof.Placements) -> AxisPlaceme
 
 
 def _linear_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
-    product = _product(node)
+    (product,) = find_products(node)
     of_experts = [node.args[2], product.weight, *([] if product.bias is None else [product.bias])]
     if _follow_rows(node, placements, product.x, *of_experts):
         return proof.read(product.x, placements)
@@ -191,45 +182,10 @@ def _combine_order(writer: LayoutWriter, node: fx.Node) -> Written:
 # Costs
 
 
-def _expect_rows(counts: Any, rows: Any, value: Value) -> Number:
-    """Return how many rows a rank's own experts have if all have as many; all `rows` if nothing is known.
-
-    They are as many before and after they are sent to other ranks.
-    """
-    while counts.target is getitem and counts.args[0].target is collectives.send_to_experts:
-        counts = counts.args[0].args[2]
-    route = counts.args[0] if counts.target is getitem else counts
-    if route.target is not kernels.route:
-        return value.shape(rows)[0]
-    _, chosen, number, _ = route.args
-    (tokens, slots), (own,) = value.shape(chosen), value.shape(counts)
-    if getattr(own, "is_number", True):
-        return -(-tokens * min(slots, number) * own // number)
-    return tokens * slots / own.as_numer_denom()[1]  # E, or E / t
-
-
-def _linear_work(node: fx.Node, value: Value, wanted: Sequence[fx.Node] | None = None) -> Work:
-    """A product for the result, or for the gradients of the rows and of the weight; rows behind are written, too."""
-    product = _product(node)
-    inner, columns = value.shape(product.x)[1], value.shape(node)[1]
-    gemm = Product(1, _expect_rows(node.args[2], node, value), columns, inner)
-    sizes = {given: value.bytes(given) for given in (product.x, product.weight)}
-    result = value.bytes(node)
-    if wanted is None:
-        return Work((gemm,), read=sum(sizes.values()), written=result, launches=1)
-    total = sum(sizes.values())
-    works = [
-        Work((gemm,), read=result + total - own, written=own, launches=1) for x, own in sizes.items() if x in wanted
-    ]
-    if product.bias is not None and product.bias in wanted:
-        works.append(Work(elementwise=value.count(node), read=result, written=value.bytes(product.bias), launches=1))
-    return sum(works, Work())
-
-
 def _exchange(node: fx.Node, value: Value, *_: Any) -> Work:
     """An all-to-all of as many rows as a rank sends if all experts have as many, and their sort by expert."""
     rows: Any = node.args[1]
-    size = _expect_rows(node.args[2], rows, value) * value.shape(rows)[1] * rows.meta["val"].itemsize
+    size = products.expect_rows(node.args[2], rows, value) * value.shape(rows)[1] * rows.meta["val"].itemsize
     return Work(read=2 * size, written=2 * size, dispatched=size, launches=4)
 
 
@@ -246,9 +202,7 @@ RULES: Mapping[Any, OperatorRules] = {
     kernels.dispatch: OperatorRules(
         axes=_dispatch_axes, placed=_dispatch_placed, order=_dispatch_order, keeps="nothing"
     ),
-    kernels.grouped_linear: OperatorRules(
-        axes=_linear_axes, placed=_linear_placed, work=_linear_work, backward=_linear_work
-    ),
+    kernels.grouped_linear: replace(products.PRODUCT, axes=_linear_axes, placed=_linear_placed),
     kernels.combine: OperatorRules(
         axes=_combine_axes,
         local=_combine_local,

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from operator import getitem
 from typing import Any
 
 from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import as_results, called, shape_of, where
-from autoptd.passes.ir.products import MatrixProduct, find_factors, read_einsum, read_products
+from autoptd.passes.ir.products import MatrixProduct, find_products, read_einsum, read_products
 from autoptd.passes.ir.views import float_bytes, is_matrix, is_view
 from autoptd.passes.operators import axes as ax
 from autoptd.passes.operators import proof
@@ -235,10 +236,29 @@ def _gemm(product: MatrixProduct, value: Value) -> Product:
     if read_einsum(node).operands:
         return _einsum(node, value)
     shape, inner = _result_shape(product, value), value.shape(product.x)[-1]
+    if node.target is kernels.grouped_linear:
+        return Product(1, expect_rows(node.args[2], product.x, value), shape[-1], inner)
     if len(shape_of(product.weight)) > 2 and len(shape_of(product.x)) > 1:
         return Product(prod(shape[:-2]), shape[-2], shape[-1], inner)
     many = len(shape_of(product.weight)) > 1
     return Product(1, prod(shape[:-1] if many else shape), shape[-1] if many else 1, inner)
+
+
+def expect_rows(counts: Any, rows: Any, value: Value) -> Number:
+    """Return how many rows a rank's own experts have if all have as many; all `rows` if nothing is known.
+
+    They are as many before and after they are sent to other ranks.
+    """
+    while counts.target is getitem and counts.args[0].target is collectives.send_to_experts:
+        counts = counts.args[0].args[2]
+    route = counts.args[0] if counts.target is getitem else counts
+    if route.target is not kernels.route:
+        return value.shape(rows)[0]
+    _, chosen, number, _ = route.args
+    (tokens, slots), (own,) = value.shape(chosen), value.shape(counts)
+    if getattr(own, "is_number", True):
+        return -(-tokens * min(slots, number) * own // number)
+    return tokens * slots / own.as_numer_denom()[1]  # E, or E / t
 
 
 def _einsum(node: fx.Node, value: Value) -> Product:
@@ -260,16 +280,10 @@ def _einsum(node: fx.Node, value: Value) -> Product:
     return Product(size(kept & shared), size(kept - others), size(kept - first), size(shared - kept))
 
 
-def _read(node: fx.Node) -> Sequence[MatrixProduct]:
-    """Return the products of a call; an einsum is one."""
-    factors: Any = find_factors(node)
-    return read_products(node) or ([MatrixProduct(node, *factors)] if factors else [])
-
-
 def multiply(node: fx.Node, value: Value) -> Work:
     """Each GEMM reads its arguments and writes its result; a kernel behind it adds a GELU's bias and activates."""
     works = []
-    for product in _read(node):
+    for product in find_products(node):
         taken = sum(map(value.bytes, dict.fromkeys([product.x, *product.parameters])))
         written = _result_size(product, value)[1]
         works.append(Work((_gemm(product, value),), read=taken, written=written, launches=1))
@@ -316,7 +330,7 @@ def find_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tu
 
     A GELU's backward comes first, with the bias's gradient; that of what is added to is the result's own.
     """
-    work, others, found = Work(), Work(), _read(node)
+    work, others, found = Work(), Work(), find_products(node)
     if node.target in _ACTIVATED:
         size = value.bytes(node)
         written = size + sum(value.bytes(source) for source in wanted if source not in found[0].factors)
@@ -330,7 +344,8 @@ def find_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tu
 
 
 def multiply_backward(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> Work:
-    return sum(find_gradients(node, value, wanted), Work()) if _read(node) else count_backward(node, value, wanted)
+    work = sum(find_gradients(node, value, wanted), Work())
+    return work if find_products(node) else count_backward(node, value, wanted)
 
 
 _EINSUM = OperatorRules(axes=einsum_axes, work=multiply, backward=multiply_backward, traits=Trait.PADDING_SAFE)
