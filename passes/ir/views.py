@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autoptd.passes.ir.nodes import argument, operator_name, results_of, shape_of, where
@@ -30,30 +31,21 @@ def dim_map(node: fx.Node) -> tuple[int | None, ...]:
     own, shape = shape_of(node.args[0]), tuple(results_of(node)[0].shape)  # type: ignore[arg-type]
     rank, name = len(own), operator_name(node.target).removeprefix("aten.")
     dims: list[int | None] = list(range(rank))
-    arguments: tuple[Any, ...] = node.args
-    if name in ("transpose", "swapaxes", "swapdims"):
-        first, second = (int(d) % rank for d in arguments[1:3])
-        dims[first], dims[second] = second, first
-    elif name in ("t", "numpy_T"):
-        dims.reverse()
-    elif name == "permute":
-        dims = [int(d) % rank for d in arguments[1]]
-    elif name == "unsqueeze":
+    operator: Any = node.target
+    if name == "unsqueeze":
         dims.insert(read_dim(node, rank + 1), None)
-    elif name == "squeeze":
-        given = argument(node, "dim", range(rank))
-        named = {d % rank for d in ([given] if isinstance(given, int) else given)}
-        dims = [d for d in range(rank) if d not in named or own[d] != 1]
-    elif name in ("select", "unbind"):
-        del dims[read_dim(node, rank)]
-    elif not shape or "keepdim" in str(getattr(node.target, "_schema", "")):
-        gone = reduced_dims(node, rank)
-        dims = [None if d in gone else d for d in dims if d not in gone or len(shape) == rank]
     elif name in ("pad", "constant_pad_nd"):
         dims = [None if any(pair) else d for d, pair in enumerate(read_padding(node))]
-    else:  # expand, view_as_complex, view_as_real: they begin with, or end in, the dimensions of the argument
-        lead = len(shape) - rank if "expand" in name or "broadcast" in name else 0
-        dims = [None] * lead + dims[: len(shape)] + [None] * (len(shape) - rank - lead)
+    elif getattr(operator, "is_view", False) and not name.startswith("view_as_"):
+        strides = [d + 1 for d in range(rank)]  # by which a dimension is known again: a view keeps them
+        made = operator(torch.empty_strided(own, strides, device="meta"), *node.args[1:], **node.kwargs)
+        found = (made if isinstance(made, Tensor) else made[0]).stride()
+        dims = [stride - 1 if stride else None for stride in found]
+    elif not shape or "keepdim" in str(getattr(operator, "_schema", "")):
+        gone = reduced_dims(node, rank)
+        dims = [None if d in gone else d for d in dims if d not in gone or len(shape) == rank]
+    else:  # norms keep all; view_as_complex and view_as_real drop or add the last
+        dims = [*dims, None][: len(shape)]
     return tuple(d if d is not None and own[d] == size else None for d, size in zip(dims, shape, strict=True))
 
 
