@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import autoptd
-from autoptd.check.tensor_parallel import prove_tensor_parallel
 from autoptd.compiled import CompiledProgram
-from autoptd.passes.operators.proof import PlacementError
-from autoptd.runtime.program.placement import Placement, Segment, Shard
 from tests.marks import slow, slow_but
 
 VOCABULARY, LENGTH, HIDDEN, HEADS, SIZE = 64, 16, 32, 4, 8
@@ -287,26 +283,6 @@ class Halves(nn.Module):
 def test_halves_that_turn_may_be_divided_alike(spared: int, mesh: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     check(Halves(spared), mesh)
-
-
-@pytest.mark.parametrize(
-    ("names", "parts", "reason"),
-    [
-        (["cos"], (Segment(1, HIDDEN, 1, True),), "these are other rows"),
-        (["tokens.weight"], (Segment(1, HIDDEN, 1, True),), "other ones on each rank"),
-        (["tokens.weight"], (Segment(1, 16, 1, True), Segment(2, 8, 1, True)), "expected it whole"),
-    ],
-)
-def test_halves_that_turn_and_are_divided_otherwise_are_refused(
-    names: list[str], parts: tuple[Segment, ...], reason: str
-) -> None:
-    program = compile_model(Halves(), (2, 1, 1))
-    (stage,) = program.stages
-    placed = Placement(tensor=Shard(1, parts))
-    changed = {name: replace(stage.parameters[name], placement=placed) for name in names}
-    parameters = {**stage.parameters, **changed}
-    with pytest.raises(PlacementError, match=reason):
-        prove_tensor_parallel(program.manifest, [replace(stage, parameters=parameters)])
 
 
 @pytest.mark.parametrize("empty", [torch.float32, torch.bfloat16])

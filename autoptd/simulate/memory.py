@@ -8,7 +8,6 @@ from autoptd.passes.cost.cluster import ITEM_BYTES
 from autoptd.passes.cost.durations import Precision
 from autoptd.passes.cost.schedule_times import live_microbatches
 from autoptd.passes.ir.program import Stage, find_reached, find_trained, split_results
-from autoptd.passes.operators.quantities import FLOAT32_BYTES, adam_bytes
 from autoptd.runtime.program.manifest import Manifest
 from autoptd.runtime.program.placement import Parameter
 from autoptd.runtime.program.schedule import Action, Kind, Schedule, last_gradients
@@ -107,7 +106,7 @@ class States:
 
     @property
     def _moment(self) -> float:
-        return max(FLOAT32_BYTES, self._item)
+        return max(ITEM_BYTES["fp32"], self._item)
 
     @property
     def gradient(self) -> float:
@@ -117,12 +116,13 @@ class States:
     def held(self, owned: Owned) -> dict[str, float]:
         """Return the bytes held throughout a step.
 
-        Adam steps a copy of weights whose states are divided, even among one replica (see `adam_bytes`).
+        Adam has two moments, and a copy of narrower weights and of those that are divided, even among one replica.
         """
+        numbers = 3 if self.shards or self._item < self._moment else 2
         return {
             "parameters": owned.elements * self._item + owned.fixed,
             "gradients": owned.trained * self.gradient,
-            "optimizer": self._stepped(owned) * adam_bytes(self._item, copied=self.shards > 0),
+            "optimizer": self._stepped(owned) * numbers * self._moment,
         }
 
     def _stepped(self, owned: Owned) -> float:
@@ -138,7 +138,7 @@ class States:
 
     def copied(self, owned: Owned) -> float:
         """Return the bytes of the float32 copies of narrow gradients while the optimizer steps."""
-        return self._stepped(owned) * (FLOAT32_BYTES if self.gradient < FLOAT32_BYTES else 0)
+        return self._stepped(owned) * (self._moment if self.gradient < self._moment else 0)
 
     def moved(self, owned: Owned) -> float:
         """Return the bytes that clipping by the global norm and an Adam step read and write.

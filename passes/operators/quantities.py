@@ -13,7 +13,6 @@ from torch import fx
 from autoptd.passes.ir.nodes import as_results, has_gradients, results_of
 from autoptd.runtime.kernels.operands import widen
 
-FLOAT32_BYTES = 4
 Number = Any  # an int or a sympy expression
 Sizes = Callable[[fx.Node], Any]  # a value's shape, a tuple of shapes for several results
 
@@ -82,15 +81,6 @@ class Work:
 
     def __bool__(self) -> bool:
         return self.launches > 0 or self.exchanged != 0
-
-
-def adam_bytes(item: float, *, copied: bool = False) -> float:
-    """Return the bytes of Adam's state for a weight of `item` bytes: two moments, at least float32.
-
-    Adam steps a copy of a weight that is narrower than its moments, or that is `copied` anyway.
-    """
-    moment = max(FLOAT32_BYTES, item)
-    return (3 if copied or item < moment else 2) * moment
 
 
 def local_sizes(node: fx.Node) -> Any:
