@@ -16,7 +16,7 @@ from autoptd.passes.attention.masks import Mask, Masks
 from autoptd.passes.attention.products import Factor, Result, Step
 from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, describe, info, place_of, shape_of
 from autoptd.passes.ir.program import Program
-from autoptd.passes.operators.table import Trait, has_trait, rules_of
+from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten, kernels
 from autoptd.runtime.kernels.fused_attention import FLASH_SIZE
 from autoptd.runtime.kernels.operands import HALF
@@ -144,7 +144,7 @@ class Rewriter:
 
     def drop_mask(self, node: fx.Node) -> str:
         """Take away the mask of an attention that is fused already, if its meaning is proved; return it in words."""
-        name = rules_of(node).mask
+        name = "mask" if node.target is kernels.scaled_softmax else "attn_mask"
         mask, scale = argument(node, name), argument(node, "scale")
         given = self._find_documents(node, mask) or self.masks.read(mask)
         if mask is not None and given.verdict != "kept":

@@ -109,10 +109,7 @@ def _placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     for tensor in tensors:
         placement = proof.read(tensor, placements)
         if placement.dim is not None and placement.dim >= len(shape_of(tensor)) - 2:
-            raise proof.PlacementError(
-                f"attends over {proof.describe(tensor, placements)}: expected positions and head size whole on every "
-                "rank"
-            )
+            raise proof.misplaced("attends over", tensor, placements, "positions and head size whole on every rank")
     spread = [(tensor, _spread_heads(tensor, node, placements)) for tensor in tensors]
     return proof.merge(spread, shape_of(node))
 
@@ -197,13 +194,12 @@ def _copies(given: Sequence[Any], value: Any) -> int:
 _FUSED = OperatorRules(
     placed=_placed, work=_attend, backward=_attend_backward, copies=_copies, traits=Trait.FUSED_ATTENTION
 )
+_ATTENTION = replace(_FUSED, local=attention_local, order=users_order)
 _SOFTMAX = OperatorRules(axes=_softmax_axes, local=keyed_local, placed=_softmax_placed, order=users_order)
 RULES: Mapping[Any, OperatorRules] = {
-    aten.scaled_dot_product_attention: replace(
-        _FUSED, axes=attention_axes, local=attention_local, order=users_order, mask="attn_mask"
-    ),
+    aten.scaled_dot_product_attention: replace(_ATTENTION, axes=attention_axes),
     kernels.grouped_attention: _FUSED,
-    kernels.packed_attention: replace(_FUSED, axes=_packed_axes, local=attention_local, order=users_order),
-    kernels.scaled_softmax: replace(_SOFTMAX, keeps="result", mask="mask", traits=Trait.SOFTMAX | Trait.ANY_PLACEMENT),
+    kernels.packed_attention: replace(_ATTENTION, axes=_packed_axes),
+    kernels.scaled_softmax: replace(_SOFTMAX, keeps="result", traits=Trait.SOFTMAX | Trait.ANY_PLACEMENT),
     kernels.rotary_embedding: OperatorRules(placed=_rotary_placed, backward=_rotary_backward),
 }

@@ -92,7 +92,7 @@ def _route_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     proof.refuse_partial(node, placements)
     _, chosen, number, own = node.args
     if proof.read(chosen, placements) is not proof.WHOLE:
-        raise proof.PlacementError(f"sorts {proof.describe(chosen, placements)}: expected the experts of all tokens")
+        raise proof.misplaced("sorts", chosen, placements, "the experts of all tokens")
     parts = Segment(1, int(own), 1, True)  # type: ignore[arg-type]
     return (proof.WHOLE, proof.WHOLE) if own == number else (Ragged(0), Shard(0, (parts,)))
 
@@ -126,7 +126,7 @@ def _linear_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement
 def _combine_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     rows, gates, order = node.args
     if proof.read(gates, placements) is not proof.WHOLE:
-        raise proof.PlacementError(f"reads {proof.describe(gates, placements)}: expected the gates of all tokens")
+        raise proof.misplaced("reads", gates, placements, "the gates of all tokens")
     return proof.PARTIAL if _follow_rows(node, placements, rows, order) else proof.read(rows, placements)
 
 
@@ -140,8 +140,8 @@ def _sent_placed(node: fx.Node, placements: proof.Placements) -> proof.Found:
     """Rows that were routed to a tensor rank's experts, of which a rank then has a part; `given` are all counts."""
     rows, counts = (proof.read(argument, placements) for argument in node.args[1:3])
     if not (rows is counts is proof.WHOLE or (isinstance(rows, Ragged) and counts.dim == 0)):
-        given = proof.describe(node.args[1], placements)
-        raise proof.PlacementError(f"sends {given}, to experts: expected rows of tokens, and the counts of their route")
+        expected = "rows of tokens, and the counts of their route"
+        raise proof.misplaced("sends to experts", node.args[1], placements, expected)
     _, own, given = results_of(node)
     whole = proof.WHOLE if counts is proof.WHOLE else Shard(1, (Segment(1, given.shape[1], 1, True),))
     return Ragged(0), Shard(0, (Segment(1, len(own), 1, True),)), whole
@@ -152,7 +152,7 @@ def _returned_placed(node: fx.Node, placements: proof.Placements) -> AxisPlaceme
     rows, given = (proof.read(argument, placements) for argument in node.args[1:3])
     if isinstance(rows, Ragged) and (given is proof.WHOLE or given.dim == 1):
         return proof.WHOLE if given is proof.WHOLE else rows
-    raise proof.PlacementError(f"returns {proof.describe(node.args[1], placements)}: expected rows of experts")
+    raise proof.misplaced("returns", node.args[1], placements, "rows of experts")
 
 
 # The sequence-first layout: tokens are numbered as they lie in what is routed

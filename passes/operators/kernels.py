@@ -166,17 +166,13 @@ def _gathered_placed(node: fx.Node, placements: proof.Placements) -> AxisPlaceme
         placement.dim == dim and all(part.divided and part.outer == 1 for part in placement.segments)
     ):
         return proof.WHOLE
-    raise proof.PlacementError(
-        f"gathers {proof.describe(node.args[1], placements)}: expected parts along dimension {dim}, in rank order"
-    )
+    raise proof.misplaced("gathers", node.args[1], placements, f"parts along dimension {dim}, in rank order")
 
 
 def _own_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     placement = proof.read(node.args[1], placements)
     if isinstance(placement, Shard | Partial):
-        raise proof.PlacementError(
-            f"takes this rank's part of {proof.describe(node.args[1], placements)}: expected a whole value"
-        )
+        raise proof.misplaced("takes this rank's part of", node.args[1], placements, "a whole value")
     return _part_of(node)
 
 

@@ -162,12 +162,7 @@ def _check_contraction(left: tuple[Any, AxisPlacement, bool], right: tuple[Any, 
     """Refuse a product over a divided dimension whose factors are not divided alike there."""
     (x, first, over_first), (y, second, over_second) = left, right
     if over_first and over_second:
-        one, two = map(proof.describe_runs, (first, second))
-        if one and two and one != two:
-            raise proof.PlacementError(
-                f"multiplies {x} and {y} over a dimension that they divide differently, into {one} and {two} "
-                "(runs, rows of a run, divided): expected the same placement"
-            )
+        proof.merge([(x, first), (y, replace(second, dim=first.dim))], shape_of(x))
         return
     name, placement, other = (y, second, x) if over_first else (x, first, y)
     if isinstance(placement, Replicate) or placement.dim is not None:

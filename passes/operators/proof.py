@@ -142,6 +142,11 @@ def describe(value: Any, placements: Placements) -> str:
     return f"{value}, which is {placement.word}{along}"
 
 
+def misplaced(does: str, value: Any, placements: Placements, expected: str) -> PlacementError:
+    """Return the error of a call that ``does`` something to a value with another placement than `expected`."""
+    return PlacementError(f"{does} {describe(value, placements)}: expected {expected}")
+
+
 def spread(node: fx.Node, placement: AxisPlacement) -> Found:
     """Return the same placement for each of the node's results."""
     return as_results(node, [placement] * len(results_of(node)))  # type: ignore[no-any-return]
@@ -297,10 +302,8 @@ def divided(dim: int | None, found: AxisPlacement | None, whole: str) -> Rule:
                     f"manifest: expected vocabulary={placement.extent}"
                 )
             return spread(node, placement) if found is None else found
-        raise PlacementError(
-            f"reads {describe(own, placements)}: expected it divided along dimension {along}, the "
-            f"vocabulary; use {whole} for a whole one"
-        )
+        expected = f"it divided along dimension {along}, the vocabulary; use {whole} for a whole one"
+        raise misplaced("reads", own, placements, expected)
 
     return rule
 

@@ -54,7 +54,6 @@ class OperatorRules:
     has these); None: the proof does not cover it. `order` writes the call for the sequence-first layout; None: on
     arguments in the user's order. `work` and `backward` are the costs of both directions; None: bound by memory,
     where the backward reads what the forward `keeps`. `copies` counts the bytes that it copies for bad strides.
-    `mask` is the name of an attention's mask among its arguments.
     """
 
     axes: Callable[[AxisMap, fx.Node], Any] = opaque
@@ -66,7 +65,6 @@ class OperatorRules:
     backward: Callable[[fx.Node, Value, Sequence[fx.Node]], Work] | None = None
     keeps: Literal["arguments", "result", "nothing"] = "arguments"
     copies: Callable[[Sequence[Any], Any], int] | None = None
-    mask: str = ""
     traits: Trait = Trait.NONE
 
 

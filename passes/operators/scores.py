@@ -163,9 +163,7 @@ def _lookup_local(localizer: Localizer, node: fx.Node, axis: ax.Axis) -> fx.Node
 def _whole_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
     if proof.read(node.args[0], placements) is proof.UNKNOWN:
         return proof.UNKNOWN
-    raise proof.PlacementError(
-        f"takes as logits {proof.describe(node.args[0], placements)}: expected whole logits, or kernels.cross_entropy"
-    )
+    raise proof.misplaced("takes as logits", node.args[0], placements, "whole logits, or kernels.cross_entropy")
 
 
 def _one_hot_placed(node: fx.Node, placements: proof.Placements) -> AxisPlacement:
