@@ -35,7 +35,8 @@ class ChainWriter:
                 values = [add_node(graph, "call_function", operator.getitem, (made, i)) for i in range(count)]
         for index, (old, new) in enumerate(zip(match.results, values, strict=True)):
             val = made.meta["val"] if new is made else made.meta["val"][index]
-            describe(new, val, info(old).at(info(made)), name=final_name(old))
+            place = info(made)  # one heading for several results
+            describe(new, val, info(old), path=place.path, line=place.line, name=final_name(old))
             if not all(map(alike, results_of(new), results_of(old))):
                 raise ValueError(f"{called(made)} returns {val} for {old}; expected {old.meta['val']}")
             old.replace_all_uses_with(new)

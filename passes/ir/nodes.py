@@ -74,10 +74,6 @@ class NodeInfo(NamedTuple):
     def has_partial_gradient(self) -> bool:
         return any(placement.has_partial_gradient for placement in self.placements)
 
-    def at(self, other: NodeInfo) -> NodeInfo:
-        """Return the same facts at the place of `other` in the user's code: one heading for several results."""
-        return self._replace(path=other.path, line=other.line)
-
 
 def info(node: fx.Node) -> NodeInfo:
     """Return what the compiler knows about `node`. Raises KeyError for a node that no pass described."""

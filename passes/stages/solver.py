@@ -88,7 +88,7 @@ def cut_sequence(
         cut, method = start, "dynamic programme"
     else:
         ceiling = UNLIMITED if stage_ceiling is None else int(slowest * stage_ceiling)
-        cut, bound, method = _improve(sequence, start, ceiling, bound, effort)
+        cut, method = _improve(sequence, start, ceiling, bound, effort)
     return Cut.of(sequence, cut, bound, method)
 
 
@@ -148,30 +148,25 @@ def _lower_bound(sequence: CostSequence, slowest_stage: int) -> int:
     return max(share, slowest_stage + (chunks - 1) * int(np.diff(work).min()))
 
 
-def _improve(sequence: CostSequence, start: Ints, ceiling: int, bound: int, effort: float) -> tuple[Ints, int, str]:
-    """Improve a cut for several chunks a rank; return it, its lower bound and the method."""
+def _improve(sequence: CostSequence, start: Ints, ceiling: int, bound: int, effort: float) -> tuple[Ints, str]:
+    """Improve a cut for several chunks a rank; return it and the method."""
     whole = sequence.num_stages * len(sequence.places) <= WHOLE
     kept = np.arange(len(sequence.places)) if whole else cost_sequence.undominated(sequence, start)
     places, cut, method = sequence.take(kept), np.searchsorted(kept, start), ""
     window = len(kept) if whole else WINDOW
-    for _ in range(ROUNDS):
+    for _ in range(1 if whole else ROUNDS):
         fits = places.fits(cut)
-        search = _Search(places, cut, window, ceiling if fits else UNLIMITED, bound)
-        found, optimal = search.solve(effort)
+        found = _Search(places, cut, window, ceiling if fits else UNLIMITED, bound).solve(effort)
         if found is None:
-            return kept[cut], bound, method or "dynamic programme; CP-SAT found nothing within its limit"
-        method = "CP-SAT, optimal" if whole and optimal else "CP-SAT in a window"
-        if whole and optimal and search.exact and ceiling == UNLIMITED and places.limit == UNLIMITED:
-            bound = places.bottleneck(found)
+            return kept[cut], method or "dynamic programme; CP-SAT found nothing within its limit"
+        method = "CP-SAT" if whole else "CP-SAT in a window"
         gain = places.bottleneck(cut) - places.bottleneck(found)
         if fits and gain <= 0:
             break
         cut = found
-        if whole or (fits and gain * 1000 < bound):
+        if fits and gain * 1000 < bound:
             break
-    if method == "CP-SAT, optimal" and ceiling < UNLIMITED:
-        method += " under the stage ceiling"
-    return kept[cut], bound, method
+    return kept[cut], method
 
 
 class _Search:
@@ -193,7 +188,6 @@ class _Search:
         for variable, place in zip(self.index, hint.tolist(), strict=True):
             self.model.add_hint(variable, place)
         shift = max(0, int(sequence.end.max()).bit_length() - PRECISION)
-        self.exact = shift == 0
         start, end = sequence.start >> shift, -(-sequence.end >> shift)
         model, stages, ranks = self.model, sequence.num_stages, sequence.num_ranks
         hinted = end[hint[1:]] - start[hint[:-1]]
@@ -235,8 +229,8 @@ class _Search:
         self.model.add_hint(value, values[int(self.hint[cut]) - low])
         return value
 
-    def solve(self, effort: float) -> tuple[Ints | None, bool]:
-        """Return the best cut found in `effort` deterministic seconds, and whether it is proved the model's best."""
+    def solve(self, effort: float) -> Ints | None:
+        """Return the best cut found in `effort` deterministic seconds."""
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
@@ -246,6 +240,5 @@ class _Search:
         solver.parameters.search_branching = cp_model.PORTFOLIO_WITH_QUICK_RESTART_SEARCH
         status = solver.solve(self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return None, False
-        cut = np.array([solver.value(variable) for variable in self.index], np.int64)
-        return cut, status == cp_model.OPTIMAL
+            return None
+        return np.array([solver.value(variable) for variable in self.index], np.int64)

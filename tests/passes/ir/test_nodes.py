@@ -18,7 +18,7 @@ def test_a_change_of_one_node_leaves_another_with_the_same_facts_alone() -> None
     other.meta = dict(one.meta)
     change_info(other, role="boundary", recompute="h0")
     assert info(one) == NodeInfo("h.0", "gpt.py:3", role="input")
-    assert info(other).at(NodeInfo("h.1")) == NodeInfo("h.1", role="boundary", recompute="h0")
+    assert info(other) == NodeInfo("h.0", "gpt.py:3", role="boundary", recompute="h0")
     assert info(other).place == NodeInfo("h.0", "gpt.py:3")
 
 
