@@ -262,14 +262,13 @@ def _einsum(node: fx.Node, value: Value) -> Product:
     What is in one operand alone, and not in the result, is summed before.
     """
     einsum = read_einsum(node)
-    sizes: dict[str, tuple[int, Any]] = {}
+    sizes: dict[str, Number] = {}
     for letters, x in zip(einsum.groups, einsum.operands, strict=True):
-        for letter, extent, number in zip(letters, shape_of(x), value.shape(x), strict=True):
-            sizes[letter] = max(sizes.get(letter, (1, 1)), (extent, number), key=lambda pair: pair[0])
+        sizes.update((letter, number) for letter, number in zip(letters, value.shape(x), strict=True) if number != 1)
     first, others, kept = map(set, (*einsum.groups, einsum.result or ""))
 
     def size(letters: set[str]) -> Any:
-        return prod(number for letter, (_, number) in sizes.items() if letter in letters)
+        return prod(number for letter, number in sizes.items() if letter in letters)
 
     shared = first & others
     return Product(size(kept & shared), size(kept - others), size(kept - first), size(shared - kept))
