@@ -270,8 +270,7 @@ class CompiledProgram:
                 compare_weights(program.manifest, connection, own)
             at = connection.rank.coordinates.pipeline
             programs = (ShapeFunctions(p.manifest, read_text(p.texts[at], p.manifest, at), own) for p, own in given)
-            bound = signed(self.manifest)
-            parallel = bound(connection, *programs, drawn=weights is None, graphs=replays)
+            parallel = signed(self.manifest)(connection, *programs, drawn=weights is None, graphs=replays)
         parallel.loss_type = getattr(self.model, "loss_type", None)
         known = {} if self.model is None else vars(self.model)
         plain = {n for n, value in known.items() if isinstance(value, (int, float, str)) and n[0] != "_"}

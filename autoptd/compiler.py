@@ -103,7 +103,7 @@ def compile(
         cluster: balances stages by its times, in its memory if any cut fits; default "dgx-a100", of any memory.
         dtype, overlap, zero, wide_gradients: how steps will run there, which the cut relies on: see `simulate`.
     """
-    given: Any = dict(locals())
+    given: Any = dict(locals())  # all arguments, by their names
     end_with_launcher()  # compiling takes its time, and comes before bind
     options.check_seed(seed)
     if options.check_planned(given):

@@ -49,8 +49,7 @@ def describe_program(
 def _interfaces(program: Program) -> Iterator[StageInterface]:
     """Read from the graphs what each stage receives; it sends what the next one receives."""
     received = boundaries(program)
-    rows = zip(program.stages, received, (*received[1:], ()), strict=True)
-    for index, (stage, takes, gives) in enumerate(rows):
+    for index, (stage, takes, gives) in enumerate(zip(program.stages, received, (*received[1:], ()), strict=True)):
         inputs = tuple(str(n.target) for n in stage.graph.nodes if info(n).role == "input")
         outputs = info(stage.graph.output_node()).outputs
         yield StageInterface(index, takes, gives, inputs, tuple(stage.parameters), outputs)

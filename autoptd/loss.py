@@ -109,8 +109,7 @@ def _find_places(program: Program) -> dict[str, list[tuple[Lookup, tuple[int, in
         if loss.ignored is None or loss.numbers.meta["val"].is_floating_point():
             continue  # a mean over probabilities ignores no row
         for name, source in find_sources(loss.numbers):
-            counts = loss.mean and not loss.weighted
-            place = _place(source, loss.numbers, loss.ignored) if counts else None
+            place = _place(source, loss.numbers, loss.ignored) if loss.mean and not loss.weighted else None
             found.setdefault(name, []).append((loss, place))
     return found
 
@@ -129,8 +128,7 @@ def read_loss(node: fx.Node) -> Lookup | None:
     args: Any = node.args[1:] if ours else node.args
     rows, ignored = args[2] if ours else shape_of(args[0])[:2][-1], argument(node, "ignore_index")
     mean, weighted = argument(node, "reduction") in ("mean", 1), argument(node, "weight") is not None
-    known = args[0], args[1], rows, ignored, mean, weighted
-    return Lookup(node, *known) if isinstance(args[1], fx.Node) else None
+    return Lookup(node, args[0], args[1], rows, ignored, mean, weighted) if isinstance(args[1], fx.Node) else None
 
 
 def find_sources(target: fx.Node) -> Iterator[tuple[str, fx.Node]]:

@@ -114,9 +114,8 @@ class Functions:
         if torch.is_autocast_enabled("cpu") and (dtype := find_cast(function, self._device)) is not None:
             leaves = [x.to(dtype) if is_eligible(x) else x for x in leaves]
             args = tree_unflatten(leaves, spec)
-        given = function, args, place, torch.is_grad_enabled()
         with ThreadPoolExecutor(1) as thread:  # in which no mode of the trace is active
-            results, calls, note = thread.submit(_run, *given).result()
+            results, calls, note = thread.submit(_run, function, args, place, torch.is_grad_enabled()).result()
         for mode in _get_current_function_mode_stack():
             if isinstance(mode, Calls):
                 mode.note(calls)

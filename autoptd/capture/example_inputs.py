@@ -106,8 +106,7 @@ def _target_names(loss_fn: LossFunction, given: Collection[str] = ()) -> tuple[s
     if isinstance(loss_fn, nn.Module):
         loss_fn = loss_fn.forward
     parameters = list(inspect.signature(loss_fn).parameters.values())
-    wanted = {*_TARGETS, *given}
-    return tuple(p.name for p in parameters[1:] if p.default is p.empty or p.name in wanted)
+    return tuple(p.name for p in parameters[1:] if p.default is p.empty or p.name in {*_TARGETS, *given})
 
 
 def _infer(model: nn.Module, forward: Arguments, targets: tuple[str, ...], size: int) -> dict[str, Tensor]:

@@ -37,11 +37,9 @@ def find_scopes(objective: nn.Module) -> Iterator[tuple[str, Scope]]:
     seen = set()
     for called, kind in pending:
         function = inspect.unwrap(called.__func__ if isinstance(called, MethodType) else called)
-        if not isinstance(function, FunctionType) or function in seen:
+        if not isinstance(function, FunctionType) or function in seen or is_foreign(function.__code__.co_filename):
             continue
         seen.add(function)
-        if is_foreign(function.__code__.co_filename):
-            continue
         names, held = frozenset(_list_names(function.__code__)), function.__globals__
         yield function.__module__, Scope(held, names, held.__setitem__)
         if function.__closure__:

@@ -76,15 +76,13 @@ def _check_schedule(manifest: Manifest, schedule: Schedule) -> None:
     try:
         check_schedule(schedule, p, v, m)
     except ScheduleError as error:
-        advice = "correct SCHEDULE in the program texts, or compile again"
-        raise ProgramError(f"schedule: {error}; {advice}") from error
+        raise ProgramError(f"schedule: {error}; correct SCHEDULE in the program texts, or compile again") from error
 
 
 def _check_axes(what: str, placement: Placement, mesh: Mesh) -> None:
     known = [*mesh.axes, *["expert"] * (mesh.expert > mesh.tensor)]
     for axis, on in placement.items():
-        sharded = isinstance(on, Shard)
-        if axis not in known or isinstance(on, Partial) or sharded is not (on.dim is not None):
+        if axis not in known or isinstance(on, Partial) or isinstance(on, Shard) is (on.dim is None):
             raise ProgramError(
                 f"{what} has the placement {on} on the axis {axis}; expected one of {', '.join(known)}, and on it "
                 "a shard with a dimension, or a replica without one; correct it in the manifest"

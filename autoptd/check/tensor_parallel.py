@@ -94,8 +94,7 @@ class StageWalk:
                 try:
                     given = [self.placements[n] for n in node.all_input_nodes]
                     whole = self.alone and node.target not in EXCHANGES and all(p is proof.WHOLE for p in given)
-                    own = proof.WHOLE if whole else placement_after(node, self.placements, self.rules)
-                    self.placements[node] = own
+                    self.placements[node] = proof.WHOLE if whole else placement_after(node, self.placements, self.rules)
                 except proof.PlacementError as error:
                     raise proof.PlacementError(f"stage {self.index}: {where(node)} {error}") from None
                 self._note_uncovered(node)
@@ -273,8 +272,7 @@ def _find_rules(node: fx.Node, rules: Records) -> OperatorRules:
 @cache
 def _rules_of_function(function: Any) -> OperatorRules:
     """The record of the operator that a Python function is named like."""
-    name = str(getattr(function, "__name__", "")).replace("truediv", "div")
-    packet: Any = getattr(aten, name, None)
+    packet: Any = getattr(aten, str(getattr(function, "__name__", "")).replace("truediv", "div"), None)
     overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
     record = next(filter(None, map(find_record, overloads)), OperatorRules())
     return record if record.placed in _FUNCTIONS else OperatorRules()

@@ -17,7 +17,7 @@ from torch import fx
 from autoptd.passes.attention.chain import read_scale
 from autoptd.passes.attention.constants import Constants
 from autoptd.passes.attention.products import Step, call_name, read_scores
-from autoptd.passes.ir.nodes import called
+from autoptd.passes.ir.nodes import called, shape_of
 from autoptd.passes.normal_form.constant_masks import buffers_under
 from autoptd.passes.operators.table import Trait, has_trait
 from autoptd.runtime import aten
@@ -75,12 +75,11 @@ class Masks:
 
     def read(self, mask: fx.Node | None) -> Mask:
         """Return the meaning of the mask that an operator is given."""
-        source = self.constants.source(mask)
-        if mask is None or source is None:
+        if mask is None or self.constants.source(mask) is None:
             return Mask("open", "no mask") if mask is None else Mask("kept", "computed in the step")
-        shape, dtype = source.meta["val"].shape, source.meta["val"].dtype
-        step = Step(mask, "fill" if dtype == torch.bool else "add", tuple(shape), float("-inf"), mask)
-        found = self.combine([step], tuple(shape), torch.float32)
+        hides = mask.meta["val"].dtype == torch.bool
+        step = Step(mask, "fill" if hides else "add", shape_of(mask), float("-inf"), mask)
+        found = self.combine([step], step.frame, torch.float32)
         return found if isinstance(found, Mask) else Mask("kept", "constant")
 
     def _take(self, masks: Sequence[Step], dtype: torch.dtype) -> Mask | str:

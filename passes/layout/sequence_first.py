@@ -52,8 +52,7 @@ def rewrite_layout(program: Program) -> Program:
     if after > before:
         return _leave(program, f"[s, b, h] would copy {after:,} instead of {before:,} bytes{undone}")
     if after == before and program.mesh.tensor == 1:
-        reason = f"[s, b, h] would copy as much, {after:,} bytes, and no tensor ranks exchange its rows"
-        return _leave(program, reason)
+        return _leave(program, f"[s, b, h] would copy as much, {after:,} bytes, and no tensor ranks exchange its rows")
     copied = f"{before:,} -> {after:,} bytes copied per microbatch{undone}"
     return program.replace_stages((replace(stage, graph=graph),), f"rewrite_layout [b, s, h] -> [s, b, h]: {copied}")
 
