@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +10,12 @@ from autoptd.runtime.comm.rank import Rank
 from autoptd.runtime.kernels.activation import Gelu, activate_linear
 from autoptd.runtime.kernels.linear import Gathered, Linear, multiply, multiply_scattered
 from autoptd.runtime.kernels.operands import Operand
-from autoptd.runtime.kernels.partial_sums import sum_over_ranks
+from autoptd.runtime.kernels.partial_sums import add_up, move, sum_over_ranks
 
 
 def copy_to_tensor(rank: Rank, x: Tensor) -> Tensor:
     """Hand a replicated `x` to a divided region (f). Backward all-reduces the ranks' partial gradients."""
-    return x if rank.group("tensor").size == 1 else _Copy.apply(x, rank)  # type: ignore[no-untyped-call]
+    return x if rank.group("tensor").size == 1 else move(x, lambda own: own, partial(add_up, rank))
 
 
 def reduce_from_tensor(rank: Rank, x: Tensor) -> Tensor:
@@ -125,7 +124,7 @@ def send_to_experts(rank: Rank, rows: Tensor, counts: Tensor) -> tuple[Tensor, T
     """
     group = rank.group("exchange")
     given = torch.stack(group.all_gather(counts))
-    moved = _move(rows, partial(_send, rank, given=given), partial(_return, rank, given=given, length=len(rows)))
+    moved = move(rows, partial(_send, rank, given=given), partial(_return, rank, given=given, length=len(rows)))
     return moved, given.chunk(group.size, 1)[group.index].sum(0), given
 
 
@@ -134,7 +133,7 @@ def return_from_experts(rank: Rank, rows: Tensor, given: Tensor, length: int) ->
 
     Returns [length, h], with zeros behind the rows of all experts. Backward is `send_to_experts`.
     """
-    return _move(rows, partial(_return, rank, given=given, length=length), partial(_send, rank, given=given))
+    return move(rows, partial(_return, rank, given=given, length=length), partial(_send, rank, given=given))
 
 
 def _send(rank: Rank, rows: Tensor, given: Tensor) -> Tensor:
@@ -170,32 +169,4 @@ def _sort_by_expert(rank: Rank, given: Tensor) -> Tensor:
 def _relay(rank: Rank, x: Tensor, dim: int, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
     if rank.group("tensor").size == 1:
         return x
-    return _move(x, partial(forward, rank, dim=dim), partial(backward, rank, dim=dim))
-
-
-def _move(x: Tensor, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
-    moved = forward(x.detach())  # out here, as in `sum_over_ranks`
-    return _Moved.apply(x, moved, backward)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Moved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, moved: Tensor, backward: Callable[..., Tensor]) -> Tensor:
-        ctx.back = backward
-        return moved
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient), None, None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: Rank) -> Tensor:
-        ctx.rank = rank
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # A copy: an all-reduce may work in place, and others may still hold the gradient.
-        return ctx.rank.all_reduce(gradient.clone(memory_format=torch.contiguous_format)), None
+    return move(x, partial(forward, rank, dim=dim), partial(backward, rank, dim=dim))
