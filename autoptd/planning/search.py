@@ -21,12 +21,12 @@ from autoptd.gc_pause import paused_collector
 from autoptd.input_shapes import list_examples
 from autoptd.options import Options, check_counts, check_flags, check_free_counts, check_modes, read_mesh
 from autoptd.passes.cost.cluster import Cluster
-from autoptd.passes.cost.throughput import count_tokens
 from autoptd.passes.operators.axes import IndivisibleError
 from autoptd.passes.recompute import find_cores
 from autoptd.passes.tensor_parallel.sequence import has_divided_tokens
 from autoptd.planning.estimator import Estimate, Estimator
 from autoptd.planning.plan import LEAST_LOSS, RECOMPUTE, Candidate, Plan, Space, explain_rank
+from autoptd.runtime.program.manifest import count_tokens
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Kind, compute_order
 from autoptd.simulate.step import Training

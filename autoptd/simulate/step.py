@@ -10,11 +10,11 @@ from autoptd.passes.cost.call_work import describe_uncounted, find_uncounted
 from autoptd.passes.cost.cluster import ITEM_BYTES, Cluster
 from autoptd.passes.cost.durations import DTYPES, Precision
 from autoptd.passes.cost.schedule_times import ActionTimes, step_seconds, walk, walking_order
-from autoptd.passes.cost.throughput import Throughput, count_tokens
+from autoptd.passes.cost.throughput import Throughput
 from autoptd.passes.ir.program import Stage
 from autoptd.runtime.comm.trace import Phase, Rows, TimelineEntry, write_svg, write_trace
 from autoptd.runtime.optimizer.gradient_buckets import BUCKET_BYTES
-from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.manifest import Manifest, count_tokens
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import COMPUTING, Action, Schedule
 from autoptd.simulate.memory import Owned, States, add_up_slots, count_outputs, count_owned, freeze_idle, trace_memory

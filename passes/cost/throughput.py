@@ -1,10 +1,7 @@
 """The speed of training in tokens, and the days and the money that it takes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-
-from autoptd.runtime.program.manifest import Input
 
 
 @dataclass(frozen=True)
@@ -27,12 +24,6 @@ class Throughput:
             found["days"] = tokens / rate / 86400
             found |= {"cost": found["days"] * 24 * self.devices * price} if price else {}
         return found
-
-
-def count_tokens(inputs: Iterable[Input]) -> int:
-    """Return the tokens of a sequence: the numbers that a sample has in the largest input of integers."""
-    whole = (i for i in inputs if i.batch_dim is not None and len(i.shape) > 1 and not i.dtype.is_floating_point)
-    return max((prod(i.shape) // i.shape[i.batch_dim or 0] for i in whole), default=0)
 
 
 def format_speed(speed: Mapping[str, float]) -> dict[str, str]:

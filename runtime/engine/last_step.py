@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.timings import Measured
-from autoptd.runtime.program.manifest import Manifest
+from autoptd.runtime.program.manifest import Manifest, count_tokens
 from autoptd.runtime.program.schedule import Kind
 
 
@@ -48,24 +48,16 @@ def read_last_step(manifest: Manifest, measured: Measured, loss: Tensor, norm: T
     begin, end, spans = measured.read()
     work = seconds(Kind.FORWARD, Kind.BACKWARD)
     computed_last = max(stop for kind, *_, stop in spans if isinstance(kind, Kind))
-    tokens = count_tokens(manifest)
+    sequences = manifest.microbatch_size * manifest.num_microbatches * manifest.mesh.data
     return LastStep(
         loss=loss.item(),
         gradient_norm=None if norm is None else norm.item(),
         step_seconds=end - begin,
-        tokens_per_second=None if tokens is None else tokens / (end - begin),
+        tokens_per_second=count_tokens(manifest.inputs) * sequences / (end - begin) or None,
         bubble=(computed_last - begin - work) / work,
         exposed_communication_seconds=end - computed_last + seconds("tensor") - seconds("products"),
         peak_memory_bytes=peak_memory(measured.device),
     )
-
-
-def count_tokens(manifest: Manifest) -> int | None:
-    """Count the tokens of a step of all replicas: elements of the first integer input that the batch divides."""
-    for given in manifest.inputs:
-        if given.batch_dim is not None and not given.dtype.is_floating_point and given.dtype != torch.bool:
-            return torch.Size(given.shape).numel() * manifest.num_microbatches * manifest.mesh.data
-    return None
 
 
 def peak_memory(device: torch.device) -> int:

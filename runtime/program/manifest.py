@@ -1,6 +1,6 @@
 """The manifest: what a rank must know besides its program text, as plain data, written to manifest.json."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -30,6 +30,12 @@ class Input:
     weighs: bool = False
     rows: int | None = None
     exempt: int | None = None
+
+
+def count_tokens(inputs: Iterable[Input]) -> int:
+    """Return the tokens of a sequence: the numbers that a sample has in the largest input of integers."""
+    whole = (i for i in inputs if i.batch_dim is not None and len(i.shape) > 1 and not i.dtype.is_floating_point)
+    return max((prod(i.shape) // i.shape[i.batch_dim or 0] for i in whole), default=0)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from autoptd.runtime.comm.connection import Connection, run_threads
 from autoptd.runtime.comm.timings import Measured, Span
-from autoptd.runtime.engine.last_step import LastStep, count_tokens, read_last_step
+from autoptd.runtime.engine.last_step import LastStep, read_last_step
+from autoptd.runtime.program.manifest import Input
+from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.schedule import Kind
 from tests.runtime.chain import Chain
 from tests.runtime.module.test_parallel import alone
@@ -56,7 +58,7 @@ def test_numbers_of_a_step() -> None:
         assert step.step_seconds > 2 * SLEEP
         assert step.bubble > 0
         assert 0 < step.exposed_communication_seconds < step.step_seconds
-        assert step.tokens_per_second == pytest.approx(4 / step.step_seconds)
+        assert step.tokens_per_second is None
         assert step.peak_memory_bytes > 10 * 2**20
         if rank == 1:  # two forwards, and it waited for one
             assert step.step_seconds * step.bubble / (1 + step.bubble) > SLEEP / 2
@@ -93,6 +95,7 @@ def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
 
 def test_all_reduces_beside_computing_are_hidden() -> None:
     manifest = Chain((2, 1, 1), "1f1b", 1, 2, tied=True).manifest
+    manifest = replace(manifest, inputs=(Input("ids", (2, 3), torch.int64, 0),))
     spans: list[Span] = [
         (Kind.FORWARD, 0, 0, 101.0, 105.0),
         ("tensor", 0, 0, 102.0, 104.0),  # with nothing beside it
@@ -106,14 +109,13 @@ def test_all_reduces_beside_computing_are_hidden() -> None:
     assert step.step_seconds == 20
     assert step.bubble == (14 - 12) / 12
     assert step.exposed_communication_seconds == 2 + (5 - 3) + (120 - 114)
-    assert step.tokens_per_second == pytest.approx(2 * 2 / 20)
-
-
-def test_tokens_are_those_of_all_replicas() -> None:
-    manifest = Chain((1, 1, 2), "gpipe", 1, 3).manifest
-    assert count_tokens(manifest) == 2 * 3 * 2  # ids, [2] of a microbatch
-    real = [replace(i, dtype=torch.float32) for i in manifest.inputs]
-    assert count_tokens(replace(manifest, inputs=tuple(real))) is None
+    assert step.tokens_per_second == pytest.approx(2 * 2 * 3 / 20)
+    twice = replace(manifest, mesh=Mesh(2, 1, 2))
+    assert read_last_step(twice, measured, torch.tensor(3.0), None).tokens_per_second == pytest.approx(
+        2 * 2 * 3 * 2 / 20
+    )
+    real = replace(manifest, inputs=(Input("x", (2, 3), torch.float32, 0),))
+    assert read_last_step(real, measured, torch.tensor(3.0), None).tokens_per_second is None
 
 
 def test_an_evaluation_is_a_step_too() -> None:
