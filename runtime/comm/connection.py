@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TypeVar
 
@@ -27,14 +27,13 @@ Owners = tuple[int, ...]
 class Connection:
     """A rank with its channels and further groups.
 
-    `outgoing` and `incoming` are its channels, by the pipeline rank at the other end. `tied` has a group for
-    each set of pipeline ranks that together own a parameter, this rank among them. `world` has all ranks, in the order
-    of their global numbers; `position` tells what this rank is doing; `groups` caches torch's process groups.
+    `channels` are its own, by the pipeline ranks at their source and destination. `tied` has a group for each set of
+    pipeline ranks that together own a parameter, this rank among them. `world` has all ranks, in the order of their
+    global numbers; `position` tells what this rank is doing; `groups` caches torch's process groups.
     """
 
     rank: Rank
-    outgoing: Mapping[int, Channel] = field(default_factory=dict)
-    incoming: Mapping[int, Channel] = field(default_factory=dict)
+    channels: Mapping[tuple[int, int], Channel] = field(default_factory=dict)
     tied: Mapping[Owners, Group] = field(default_factory=dict)
     world: Group = field(default_factory=Group)
     position: Position = field(default_factory=Position)
@@ -118,12 +117,10 @@ def _tied_groups(manifest: Manifest) -> Iterator[tuple[Owners, tuple[int, ...]]]
 
 
 def _join(connection: Connection, seed: int, channels: Mapping[tuple[int, int], Channel]) -> Connection:
-    rank = connection.rank
-    rank.randomness.seed = seed
-    at, own = rank.mesh.coordinates, rank.number
-    outgoing = {at(destination).pipeline: c for (source, destination), c in channels.items() if source == own}
-    incoming = {at(source).pipeline: c for (source, destination), c in channels.items() if destination == own}
-    return replace(connection, outgoing=outgoing, incoming=incoming)
+    connection.rank.randomness.seed = seed
+    at, own = connection.rank.mesh.coordinates, connection.rank.number
+    connection.channels = {(at(a).pipeline, at(b).pipeline): c for (a, b), c in channels.items() if own in (a, b)}
+    return connection
 
 
 def _compare(everyone: dist.ProcessGroup, program: str, device: torch.device) -> None:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import count
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as unflatten
 
 from autoptd.runtime.comm.threads import ThreadWorld
 
@@ -32,17 +34,18 @@ class Posted(Generic[Result]):
     wait: Callable[[], Result]
 
 
-def running(result: Result, work: dist.Work | None = None) -> Posted[Result]:
-    """Return a collective or message of torch's `work`; one without was complete when it was posted."""
+def running(result: Result, *works: dist.Work | None) -> Posted[Result]:
+    """Return a collective or message of torch's `works`; one without was complete when it was posted."""
 
     def wait() -> Result:
-        if work is not None:
+        for work in filter(None, works):
             work.wait()
         return result
 
     return Posted(wait)
 
 
+@dataclass(eq=False)
 class Group:
     """The ranks along one axis of the mesh, as one of them sees it: `index` of `size`.
 
@@ -51,11 +54,8 @@ class Group:
     collective's tensors before they have waited for it. Here, posted collectives complete at once.
     """
 
-    def __init__(self, size: int = 1, index: int = 0) -> None:
-        if not 0 <= index < size:
-            raise ValueError(f"index {index} is outside a group of {size}; use 0 to {size - 1}")
-        self.size = size
-        self.index = index
+    size: int = 1
+    index: int = 0
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
         """Return the elementwise sum or maximum over the group, the same bits on every rank. May overwrite `x`."""
@@ -87,7 +87,7 @@ class Group:
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
         """Begin to sum each of one or more `tensors`, of one dtype, over the group. May overwrite them."""
-        return running(_split_like(self.all_reduce(_flatten(tensors)), tensors))
+        return running(unflatten(self.all_reduce(flatten(tensors)), tensors))
 
     def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
         """Begin to sum `x` [size · n]; the result is a list of one tensor, this rank's n elements of the sum."""
@@ -138,8 +138,8 @@ class ProcessGroup(Group):
         return into
 
     def post_all_reduce(self, tensors: Sequence[Tensor]) -> Posted[list[Tensor]]:
-        flat = _flatten(tensors)
-        return running(_split_like(flat, tensors), dist.all_reduce(flat, group=self.group, async_op=True))
+        flat = flatten(tensors)
+        return running(unflatten(flat, tensors), dist.all_reduce(flat, group=self.group, async_op=True))
 
     def post_reduce_scatter(self, x: Tensor) -> Posted[list[Tensor]]:
         if x.device.type == "cpu":  # gloo's own takes longer than an all-reduce
@@ -155,14 +155,7 @@ class ProcessGroup(Group):
     def post_shift(self, x: Tensor, into: Tensor) -> Posted[Tensor]:
         ends: Any = ((dist.isend, x, self.index + 1), (dist.irecv, into, self.index - 1))
         posted = [dist.P2POp(act, part, group=self.group, group_peer=peer % self.size) for act, part, peer in ends]
-        works = dist.batch_isend_irecv(posted)
-
-        def wait() -> Tensor:
-            for work in works:
-                work.wait()
-            return into
-
-        return Posted(wait)
+        return running(into, *dist.batch_isend_irecv(posted))
 
 
 class GroupCache(dict[object, Any]):
@@ -200,11 +193,8 @@ class ThreadGroup(Group):
         self.world, self.name, self._numbers = world, name, count()
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Tensor:
-        first, *others = self._exchange(f"all_reduce {op}", x)
-        result = first.clone()
-        for value in others:  # in rank order, so that all ranks round alike
-            _COMBINE[op](result, value, out=result)
-        return result
+        # In rank order, so that all ranks round alike.
+        return reduce(_COMBINE[op], self._exchange(f"all_reduce {op}", x))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return [value.clone() for value in self._exchange("all_gather", x)]
@@ -232,13 +222,3 @@ class ThreadGroup(Group):
             calls = ", ".join(f"rank {i}: {other}" for i, (other, _) in sorted(given.items()))
             raise RuntimeError(f"the ranks of one {self.name} met in different collectives: {calls}")
         return [given[i][1] for i in range(self.size)]
-
-
-def _flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Join the tensors into one; a single contiguous tensor is returned as it is."""
-    return tensors[0].contiguous() if len(tensors) == 1 else torch.cat([x.reshape(-1) for x in tensors])
-
-
-def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.view(-1).split([x.numel() for x in tensors])
-    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise, product
 from typing import TypeVar
 
 import torch
@@ -20,13 +21,15 @@ from autoptd.runtime.randomness import Randomness
 
 CPU = torch.device("cpu")
 Made = TypeVar("Made")
+GROUPED = ("data", "pipeline", "tensor", "exchange", "expert_data")  # the axes along which ranks meet
 
 
 @dataclass
 class Rank:
     """The ``rank`` argument of a program's collectives and kernels; `device` holds its tensors.
 
-    `groups` has the group along each axis of `Mesh.sizes` but "expert"; `measured` times collectives inside a stage.
+    `groups` has the group along each axis of `Mesh.sizes`; that along "expert" has no peers, since its ranks meet along
+    "tensor" and "exchange". `measured` times collectives inside a stage.
     """
 
     mesh: Mesh
@@ -48,7 +51,7 @@ class Rank:
     def distributed(cls, mesh: Mesh, device: torch.device = CPU) -> Rank:
         """Make this process's rank, and the groups of processes of all; every rank of `mesh` must call it."""
         rank, groups = cls.local(mesh, mesh.coordinates(dist.get_rank()), device), group_cache(dist.group.WORLD)
-        for axis in (*mesh.axes, "exchange", "expert_data"):
+        for axis in GROUPED:
             for members in mesh.groups(axis) if rank.groups[axis].size > 1 else ():
                 group = groups(dist.new_group, members)
                 if rank.number in members:
@@ -62,9 +65,6 @@ class Rank:
 
     def group(self, axis: str) -> Group:
         """Return the ranks along `axis` that this one communicates with."""
-        if axis == "expert":  # whose ranks meet in the other two
-            tensor, exchange = self.groups["tensor"], self.groups["exchange"]
-            return Group(self.mesh.expert, tensor.index * exchange.size + exchange.index)
         return self.groups[axis]
 
     def holds(self, placement: Placement) -> tuple[AxisPlacement, Group]:
@@ -101,12 +101,10 @@ class Rank:
         """Write the `x` of all tensor ranks `into` [t, ...]; `use` each, by its rank, while the next is on its way."""
         group = self.group("tensor")
         into[group.index] = x
-        at = group.index
-        for _ in range(group.size - 1):
-            following = (at - 1) % group.size
+        order = [(group.index - step) % group.size for step in range(group.size)]  # in which they come
+        for at, following in pairwise(order):
             self.compute_beside(group.post_shift(into[at], into[following]), partial(use, at))
-            at = following
-        use(at)
+        use(order[-1])
 
     def scatter_in_pieces(self, make: Callable[[int], Tensor]) -> Tensor:
         """Return the sum of what all tensor ranks `make` for this one; sums go around while the next are made."""
@@ -142,12 +140,9 @@ class Rank:
 
 def thread_ranks(mesh: Mesh, world: ThreadWorld) -> list[Rank]:
     """Make all ranks of `mesh` as threads of `world`, in the order of their global rank."""
-
-    def group(axis: str, rank: int) -> Group:
-        members = mesh.group(axis, rank)
-        name, index = f"{axis} group {list(members)}", members.index(rank)
-        return ThreadGroup(world, name, len(members), index) if len(members) > 1 else Group()
-
-    axes = mesh.sizes.keys() - {"expert"}
-    groups = ({axis: group(axis, rank) for axis in axes} for rank in range(mesh.size))
-    return [Rank(mesh, mesh.coordinates(rank), own) for rank, own in enumerate(groups)]
+    ranks = [Rank.local(mesh, mesh.coordinates(number)) for number in range(mesh.size)]
+    for rank, axis in product(ranks, GROUPED):
+        if (size := rank.groups[axis].size) > 1:
+            name = f"{axis} group {list(mesh.group(axis, rank.number))}"
+            rank.groups[axis] = ThreadGroup(world, name, size, rank.groups[axis].index)
+    return ranks

@@ -28,10 +28,8 @@ from autoptd.runtime.randomness import as_signed
 from autoptd.runtime.weights import file_tensor
 from autoptd.runtime.weights.slices import Slices
 
-Buffer = RecvBuffer | SendBuffer | LocalBoundary
 StageInputs = Sequence[Sequence[Tensor]]  # of a stage from the batch: a row per microbatch
 Inputs = Mapping[int, StageInputs]  # of this rank's stages
-StageHook = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class StageRun:
     def clear(self) -> None:
         """Let go of a step and its batch."""
         self._weights, self._inputs, self._seeds, self.losses, self.outputs = {}, (), None, {}, {}
-        parts: Sequence[Slot | Buffer] = *self._slots, *self.takes.values(), *self.puts.values()
+        parts: tuple[Any, ...] = *self._slots, *self.takes.values(), *self.puts.values()
         for part in parts:
             part.clear()
 
@@ -163,17 +161,17 @@ class Executor:
         """Give the stages on either side of `boundary` (stage `boundary` and the next) their buffers."""
         values: Sequence[Boundary] = self.manifest.stages[boundary].sends
         shared = self._connection.rank.group("tensor"), self.manifest.scatter_gather
+        channels, pipeline = self._connection.channels, self.manifest.mesh.pipeline
         for kind in (Kind.FORWARD, Kind.BACKWARD):
             source, target = (boundary, boundary + 1)[:: kind.direction]
             sender, receiver = self.stages.get(source), self.stages.get(target)
+            ends = source % pipeline, target % pipeline
             if sender is not None and receiver is not None:
                 sender.puts[kind.send] = receiver.takes[kind.receive] = LocalBoundary()
             elif sender is not None:
-                channel = self._connection.outgoing[target % self.manifest.mesh.pipeline]
-                sender.puts[kind.send] = SendBuffer(values, channel, *shared, f"stage {source} -> {target}")
+                sender.puts[kind.send] = SendBuffer(values, channels[ends], *shared, f"stage {source} -> {target}")
             elif receiver is not None:
-                channel = self._connection.incoming[source % self.manifest.mesh.pipeline]
-                receiver.takes[kind.receive] = RecvBuffer(values, channel, *shared, self._device)
+                receiver.takes[kind.receive] = RecvBuffer(values, channels[ends], *shared, self._device)
             values = [value for value in values if value.requires_grad]  # only these have gradients
 
     def _step(self, action: Action) -> Callable[[], None]:
@@ -200,7 +198,7 @@ class Executor:
         sums.leaves = self.leaves
 
     def run(
-        self, inputs: Inputs, seeds: Tensor | None, begin_stage: StageHook, sums: GradientSums | None = None
+        self, inputs: Inputs, seeds: Tensor | None, begin_stage: Callable[[int], None], sums: GradientSums | None = None
     ) -> list[Tensor]:
         """Run the step; return the microbatch losses, in order, on the last stage's rank and nothing elsewhere.
 
@@ -226,7 +224,7 @@ class Executor:
                 except Exception as error:
                     error.add_note(f"(in {action}, at {rank.coordinates})")
                     raise
-        for channel in self._connection.outgoing.values():
+        for channel in self._connection.channels.values():
             channel.release()
         last = self.stages.get(len(self.manifest.stages) - 1)
         losses = [] if last is None else [loss for _, loss in sorted(last.losses.items())]

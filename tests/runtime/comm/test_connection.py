@@ -24,7 +24,7 @@ def test_mesh_of_one_needs_no_launcher() -> None:
     connection = connect(manifest, CPU, "text")
     assert not dist.is_initialized()
     assert connection.rank.randomness.seed == 7
-    assert not connection.outgoing
+    assert not connection.channels
 
 
 def test_world_size_must_be_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +65,11 @@ def test_groups_and_channels_follow_a_reordered_mesh() -> None:
         connection = connect(manifest, CPU, "text")
         tied = connection.tied[0, 1].all_gather(torch.tensor(rank))
         at = connection.rank.coordinates
-        peer = 1 - at.pipeline
-        connection.outgoing[peer].send(torch.tensor([rank]))
-        heard = connection.incoming[peer].receive((1,), torch.int64, CPU).wait()
-        connection.outgoing[peer].release()
+        own, peer = at.pipeline, 1 - at.pipeline
+        there, back = connection.channels[own, peer], connection.channels[peer, own]
+        there.send(torch.tensor([rank]))
+        heard = back.receive((1,), torch.int64, CPU).wait()
+        there.release()
         return tuple(at.values()), [int(x) for x in tied], int(heard)
 
     assert run_ranks(body, 4) == [
@@ -103,7 +104,7 @@ def test_a_message_that_was_left_is_nobodys() -> None:
     def body(rank: int) -> float:
         connection = connect(chain.manifest, CPU, "text")
         if rank == 0:
-            connection.outgoing[1].send(torch.full((ROWS, WIDTH), 7.0, dtype=chain.dtype))
+            connection.channels[0, 1].send(torch.full((ROWS, WIDTH), 7.0, dtype=chain.dtype))
         with pytest.raises(KeyboardInterrupt), connection.exchange():
             raise KeyboardInterrupt
         for _ in range(2):  # the second has the first one's groups

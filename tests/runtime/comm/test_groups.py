@@ -181,8 +181,6 @@ def test_a_group_without_peers_propagates_shapes() -> None:
     assert calls(group) == {"all_reduce": 1, "all_gather": 1}
     with pytest.raises(RuntimeError, match="Group of 4 ranks, which has no peers; give it meta"):
         group.all_reduce(torch.ones(2))
-    with pytest.raises(ValueError, match="index 4 is outside a group of 4; use 0 to 3"):
-        Group(4, 4)
 
 
 def test_one_threads_failure_frees_the_others() -> None:

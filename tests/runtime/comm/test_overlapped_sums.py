@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 def watch_end(posted: Any, end: Callable[[], None]) -> None:
     """Have `end` called when a posted collective is over, by the thread that has made it."""
-    getclosurevars(posted.wait).nonlocals["work"].get_future().then(lambda _: end())
+    getclosurevars(posted.wait).nonlocals["works"][0].get_future().then(lambda _: end())
 
 
 def bind(chain: Chain) -> tuple[Parallel, Connection, Callable[[], float]]:
