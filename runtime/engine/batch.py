@@ -104,8 +104,7 @@ def find_shape(manifests: Sequence[Manifest], given: Mapping[str, Any]) -> int:
             return number
     if len(manifests) == 1:
         return 0  # whose check says which argument it is
-    names = [i.name for i in manifests[0].inputs]
-    found = ", ".join(f"{name} {own[name]}" for name in names if name in own)
+    found = ", ".join(f"{name} {shape}" for name, shape in own.items())
     known = "; ".join(map(describe_batch, manifests))
     raise ValueError(
         f"the batch has {found}: the program was compiled for {len(manifests)} other shapes, {known}. Give a batch of "

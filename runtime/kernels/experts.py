@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autoptd.runtime.comm.rank import Rank
+from autoptd.runtime.kernels.linear import Linear
 from autoptd.runtime.kernels.operands import Operand, promote
 from autoptd.runtime.kernels.registration import define_operator
 
@@ -129,10 +130,8 @@ def _grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor |
         return out.masked_fill_((expert == len(counts))[:, None], 0)
     out = rows.new_empty(len(rows), matrices.shape[2])
     for index, own in enumerate(groups := _list_rows(counts)):
-        if bias is None:
-            torch.mm(rows[own], matrices[index], out=out[own])
-        else:
-            torch.addmm(bias[index], rows[own], matrices[index], out=out[own])
+        of_bias = None if bias is None else bias[index]
+        Linear(transposed).multiply_into(out[own], rows[own], weight[index], of_bias)
     out[groups[-1].stop :] = 0
     return out
 

@@ -33,10 +33,7 @@ _LOCK = threading.Lock()
 def clip_gradients(runner: StepRunner, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Scale the gradients to `max_norm`; return their norm before. As `Parallel.clip_grad_norm_`."""
     norm = _measure(runner, norm_type, error_if_nonfinite)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch does
-    for leaf in runner.weights.leaves.values():
-        if leaf.grad is not None:
-            leaf.grad.mul_(factor)
+    nn.utils.clip_grads_with_norm_(runner.weights.leaves.values(), max_norm, norm, foreach=False)
     dtypes = {p.dtype for p in runner.weights.manifest.parameters.values() if p.kind == "parameter"}
     return norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
 

@@ -200,8 +200,6 @@ def fill_groups(
     names = {parameter: name for name, parameter in parameters.items()}
     groups: Buckets = []
     for number, settings in enumerate(optimizer.param_groups):
-        if settings.get("differentiable"):
-            raise ValueError(f"parameter group {number} is differentiable, and shards are not: leave it out")
         for position, parameter in enumerate(settings["params"]):
             if parameter not in names:
                 raise ValueError(

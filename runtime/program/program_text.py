@@ -56,11 +56,8 @@ def read_program(text: str, filename: str) -> ProgramText:
     stages = {int(match[1]): value for match, value in named if match and callable(value)}
     if not stages:
         raise ValueError(f"{filename}: no stage found; expected functions stage_<k>(rank, p, ...)")
-    constants = namespace["constants"]
-    if not callable(constants):
-        raise ValueError(f"{filename}: constants is {constants!r}, expected a function constants(p)")
     actions = _read_schedule(text, filename, namespace.get("SCHEDULE"))
-    return ProgramText(text, filename, dict(sorted(stages.items())), constants, actions)
+    return ProgramText(text, filename, dict(sorted(stages.items())), namespace["constants"], actions)
 
 
 def line_of(error: BaseException, filename: str) -> int:

@@ -15,6 +15,7 @@ whose last bit depends on device and position in a vector. So weights have the s
 import math
 from dataclasses import replace
 from hashlib import sha256
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -47,7 +48,8 @@ def draw_elements(parameter: Parameter, seed: int, elements: Tensor) -> Tensor:
     """Return the initial values, in float64, of the `elements` with these indices in the whole tensor."""
     values = torch.zeros(elements.shape, dtype=torch.float64, device=elements.device)
     for draw in parameter.initial:
-        inside = _find_inside(draw, elements)
+        first, end = draw.run or (0, math.prod(parameter.shape))
+        inside = (elements >= first) & (elements < end)
         values[inside] = _draw(draw, seed, parameter.name, elements[inside])
     return values
 
@@ -72,14 +74,6 @@ def _find_elements(parameter: Parameter, rows: Tensor | None, places: Tensor) ->
     return (before * parameter.shape[dim] + row) * inner + places % inner, row < 0
 
 
-def _find_inside(draw: Draw, elements: Tensor) -> Tensor | slice:
-    """Return the places of `elements` that are in the draw's run."""
-    if not draw.run:
-        return slice(None)
-    first, end = draw.run
-    return ((elements >= first) & (elements < end)).nonzero()[:, 0]
-
-
 def _draw(draw: Draw, seed: int, name: str, elements: Tensor) -> Tensor:
     if draw.kind == "constant":
         return torch.full(elements.shape, draw.value, dtype=torch.float64, device=elements.device)
@@ -87,12 +81,10 @@ def _draw(draw: Draw, seed: int, name: str, elements: Tensor) -> Tensor:
     if draw.kind == "uniform":
         return (first.double() * UNIT).mul_(draw.high - draw.low).add_(draw.low)
     values = _shape_normal(first, second).mul_(draw.std).add_(draw.mean)
-    attempt = 0
-    while draw.kind == "truncated_normal":
+    for attempt in count(1) if draw.kind == "truncated_normal" else ():
         outside = ((values < draw.low) | (values > draw.high)).nonzero()[:, 0]
         if not len(outside):
             break
-        attempt += 1
         again = _random_bits(seed, name, elements[outside], attempt)
         values[outside] = _shape_normal(*again).mul_(draw.std).add_(draw.mean)
     return values

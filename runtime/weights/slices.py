@@ -160,15 +160,13 @@ def _are_same(one: Tensor | FileTensor, two: Tensor | FileTensor, dtype: torch.d
     if isinstance(one, Tensor) and isinstance(two, Tensor):
         return one is two or one.is_set_to(two) or torch.equal(one.to(dtype), two.to(one.device, dtype))
     count, *inner = one.shape or (0,)
-    if one.shape != two.shape:
-        return False
-    for row in {0, count // 2, count - 1} if count else ():
-        first, second = (torch.empty((1, *inner), dtype=dtype) for _ in range(2))
-        copy_rows(one, 0, row, row + 1, first)
-        copy_rows(two, 0, row, row + 1, second)
-        if not torch.equal(first, second):
-            return False
-    return True
+    if one.shape != two.shape or not count:
+        return one.shape == two.shape
+    found = torch.zeros(2, 3, 1, *inner, dtype=dtype)
+    for rows, tensor in zip(found, (one, two), strict=True):
+        for into, row in zip(rows, (0, count // 2, count - 1), strict=True):
+            copy_rows(tensor, 0, row, row + 1, into)
+    return torch.equal(*found)
 
 
 def register_slices(root: nn.Module, manifest: Manifest, slices: Slices) -> None:
@@ -223,8 +221,7 @@ def load_whole(manifest: Manifest, rank: Rank, slices: Slices, state: Mapping[st
 
 def gather_whole(manifest: Manifest, rank: Rank, slices: Slices) -> dict[str, Tensor]:
     """Return every saved tensor, whole and on the CPU, under all its names, on global rank 0; {} elsewhere."""
-    found = {name: gather_tensor(manifest, rank, slices, name) for name in saved_names(manifest)}
-    gathered = {name: whole for name, whole in found.items() if whole is not None}
+    gathered = {n: x for n in saved_names(manifest) if (x := gather_tensor(manifest, rank, slices, n)) is not None}
     # A buffer that the user's module does not save is not gathered, whatever its names.
     return gathered | {alias: gathered[s] for alias, s in manifest.aliases.items() if s in gathered}
 

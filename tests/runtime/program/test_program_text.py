@@ -59,7 +59,6 @@ def test_traceback_shows_the_text() -> None:
         ("SCHEDULE", "PLAN", r"program_00\.py: no SCHEDULE; expected"),
         ('SCHEDULE = """', 'SCHEDULE = 3\n"""', r"program_00\.py: SCHEDULE of type int; expected"),
         ("def stage", "def part", r"program_00\.py: no stage found"),
-        ("def constants(p):\n    return {}", "constants = 3", r"constants is 3, expected a function"),
     ],
 )  # fmt: skip
 def test_error_names_file_and_line(old: str, new: str, message: str) -> None:
