@@ -105,18 +105,17 @@ def _shape(actions: Sequence[Action]) -> tuple[tuple[int, Kind, int], ...]:
 def _find_runs(parts: Sequence[tuple[Action, ...]]) -> list[_Run]:
     """Join neighbouring parts that differ only by an even step in their microbatches."""
     runs: list[_Run] = []
-    previous: tuple[tuple[int, Kind, int], ...] = ()
-    for part in parts:
-        shape = _shape(part)
-        run = runs[-1] if shape == previous else _Run(part, 0, 0)
-        distance = part[0].microbatch - run.parts[0].microbatch
-        if run.times == 1 and distance >= 0:
-            runs[-1] = _Run(run.parts, 2, distance)
-        elif run.times > 1 and distance == run.times * run.step:
-            runs[-1] = _Run(run.parts, run.times + 1, run.step)
-        else:
-            runs.append(_Run(part, 1, 0))
-        previous = shape
+    for _, (first, *others) in groupby(parts, _shape):
+        runs.append(_Run(first, 1, 0))
+        for part in others:
+            run = runs[-1]
+            distance = part[0].microbatch - run.parts[0].microbatch
+            if run.times == 1 and distance >= 0:
+                runs[-1] = _Run(run.parts, 2, distance)
+            elif run.times > 1 and distance == run.times * run.step:
+                runs[-1] = _Run(run.parts, run.times + 1, run.step)
+            else:
+                runs.append(_Run(part, 1, 0))
     return runs
 
 
