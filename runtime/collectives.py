@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from autoptd.runtime.comm.rank import Rank
-from autoptd.runtime.kernels.activation import Gelu, activate_linear
 from autoptd.runtime.kernels.linear import Gathered, Linear, multiply, multiply_scattered
 from autoptd.runtime.kernels.operands import Operand
 from autoptd.runtime.kernels.partial_sums import add_up, move, sum_over_ranks
@@ -88,20 +87,6 @@ def copied_linears(
     return multiply(rank, Linear(transposed), x, weights, given, gathered)
 
 
-def copied_linear_gelu(
-    rank: Rank,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    approximate: Gelu = "none",
-    transposed: bool = False,
-    gathered: Gathered = False,
-) -> Tensor:
-    """Compute `kernels.linear_gelu` with the product of `copied_linear`."""
-    product = partial(copied_linear, rank, transposed=transposed, gathered=gathered)
-    return activate_linear(product, x, weight, bias, approximate)
-
-
 def scattered_linear(rank: Rank, x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
     """Compute ``reduce_scatter(rank, linear(x, weight), 0)`` in t pieces, the sum of one sent while the next is made.
 
@@ -110,7 +95,7 @@ def scattered_linear(rank: Rank, x: Tensor, weight: Tensor, transposed: bool = F
     return multiply_scattered(rank, Linear(transposed), x, weight)
 
 
-COPIED = (copied_linear, copied_linears, copied_linear_gelu)
+COPIED = (copied_linear, copied_linears)
 SCATTERED = (reduce_scatter, scattered_linear)
 
 

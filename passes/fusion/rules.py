@@ -92,23 +92,6 @@ class _Judge:
 # Rules
 
 
-def _linear_gelu(node: fx.Node) -> Match | None:
-    """Match gelu(linear(x, weight, bias)), also with rows reshaped to a matrix and back (GPT-2)."""
-    product: Any = node.args[0]
-    reshaped = [product] if is_reshape(product) else []
-    linear = patterns.read_linear(product.args[0] if reshaped else product)
-    if linear is None or not all(map(is_single, (linear.node, *reshaped))):
-        return None
-    x: Any = linear.x
-    shape = (*shape_of(node)[:-1], shape_of(x)[-1])
-    if is_reshape(x) and shape_of(x) != shape:
-        x = x.args[0]
-    if shape_of(x) != shape:
-        return None
-    call = Call(kernels.linear_gelu, (x, linear.weight, linear.bias), node, node.kwargs | linear.options)
-    return Match(call, (linear.node, *reshaped))
-
-
 def _half_linear(node: fx.Node) -> Match | None:
     """Match a linear of a parameter in half precision, whose gradient a GPU adds to its sum in the product."""
     product = read_product(node)
@@ -144,8 +127,8 @@ def _is_half_parameter(node: Any) -> bool:
 
 
 def _bias_gelu(node: fx.Node) -> Match | None:
-    """Match gelu(x + bias)."""
-    biased = patterns.split_bias(node.args[0])  # type: ignore[arg-type]
+    """Match gelu(x + bias), also that of a linear, which the bias is taken out of."""
+    biased = patterns.split_bias(node.args[0], of_linear=True)  # type: ignore[arg-type]
     if biased is None:
         return None
     x, bias, added = biased
@@ -243,7 +226,6 @@ RULES: Sequence[Rule] = (
     ((aten.add.Tensor,), matches.match_rotary),
     ((aten.cat.default,), matches.match_partial_rotary),
     ((aten.mul.Tensor,), _gated_product),
-    ((aten.gelu.default,), _linear_gelu),
     ((aten.gelu.default,), _bias_gelu),
     ((aten.add.Tensor,), _dropout_add),
     ((kernels.dropout,), _dropout_bias),

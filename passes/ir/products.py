@@ -50,7 +50,7 @@ class MatrixProduct:
 
 def read_products(node: fx.Node) -> tuple[MatrixProduct, ...]:
     """Return the products of two tensors that a call computes: one, several of `copied_linears`, or none."""
-    ours = (kernels.add_linear, kernels.linear, kernels.linear_gelu, collectives.scattered_linear)
+    ours = (kernels.add_linear, kernels.linear, collectives.scattered_linear)
     if node.target in (*ours, *collectives.COPIED):
         return _read_ours(node, arguments(node))
     given: Any = node.args

@@ -259,7 +259,7 @@ _SUM = OperatorRules(placed=_sum_placed, backward=_norm_backward, traits=_ANY)
 _COPIED = OperatorRules(placed=_copied_placed, work=_copied_work, backward=_copied_backward, traits=_F)
 
 RULES: Mapping[Any, OperatorRules] = {
-    **dict.fromkeys((kernels.linear, kernels.linear_gelu), products.PRODUCT),
+    kernels.linear: products.PRODUCT,
     kernels.add_linear: replace(products.PRODUCT, of_partial=_added_partial),
     kernels.quantized_linear: OperatorRules(
         axes=_quantized_axes,

@@ -222,8 +222,6 @@ def _operand_copies(x: Tensor, batch: Sequence[int]) -> int:
 
 # Costs
 
-_ACTIVATED = (kernels.linear_gelu, collectives.copied_linear_gelu)
-
 
 def _gemm(product: MatrixProduct, value: Value) -> Product:
     """Matrices in a batch, or the rows of all leading dimensions times one matrix."""
@@ -275,15 +273,12 @@ def _einsum(node: fx.Node, value: Value) -> Product:
 
 
 def multiply(node: fx.Node, value: Value) -> Work:
-    """Each GEMM reads its arguments and writes its result; a kernel behind it adds a GELU's bias and activates."""
+    """Each GEMM reads its arguments and writes its result."""
     works = []
     for product in find_products(node):
         taken = sum(map(value.bytes, dict.fromkeys([product.x, *product.parameters])))
         written = _result_size(product, value)[1]
         works.append(Work((_gemm(product, value),), read=taken, written=written, launches=1))
-    if node.target in _ACTIVATED:
-        size = value.bytes(node)
-        works.append(Work(elementwise=value.count(node), read=size, written=size, launches=1))
     return sum(works[1:], works[0]) if works else count_work(node, value)
 
 
@@ -322,15 +317,11 @@ def _product_gradients(product: MatrixProduct, value: Value, wanted: Sequence[fx
 def find_gradients(node: fx.Node, value: Value, wanted: Sequence[fx.Node]) -> tuple[Work, Work]:
     """Return the work up to the gradient of x, to which several products add, and that of the other gradients.
 
-    A GELU's backward comes first, with the bias's gradient; that of what is added to is the result's own.
+    That of what is added to is the result's own.
     """
-    work, others, found = Work(), Work(), find_products(node)
-    if node.target in _ACTIVATED:
-        size = value.bytes(node)
-        written = size + sum(value.bytes(source) for source in wanted if source not in found[0].factors)
-        work += Work(elementwise=value.count(node), read=2 * size, written=written, launches=1)
-    for index, product in enumerate(found):
-        own = replace(product, bias=None) if node.target in (*_ACTIVATED, kernels.add_linear) else product
+    work, others = Work(), Work()
+    for index, product in enumerate(find_products(node)):
+        own = replace(product, bias=None) if node.target is kernels.add_linear else product
         of_x, of_weight = _product_gradients(own, value, wanted)
         work += of_x + Work(read=value.bytes(own.x) if index and own.x in wanted else 0)
         others += of_weight

@@ -22,11 +22,11 @@ from autoptd.passes.cost.work import backward_work, forward_work
 from autoptd.passes.fusion.patterns import Call, Match, is_call, is_reshape, is_single
 from autoptd.passes.fusion.writing import ChainWriter
 from autoptd.passes.ir.names import rename_nodes
-from autoptd.passes.ir.nodes import Propagation, argument, called, change_info, copy_node, info, shape_of, walk
+from autoptd.passes.ir.nodes import Propagation, argument, called, info, shape_of, walk
 from autoptd.passes.ir.products import MatrixProduct, read_product
 from autoptd.passes.ir.program import Program, copy_graph, find_trained
 from autoptd.passes.operators.table import Trait, has_trait
-from autoptd.runtime import aten, collectives, kernels
+from autoptd.runtime import aten, collectives
 
 LEAST_GAIN = 0.99  # of the time of a product and its message, for pieces of them
 
@@ -128,33 +128,12 @@ def _join(f: fx.Node, readers: Sequence[MatrixProduct]) -> Match:
         x = Call(first.x.target, (x, *first.x.args[1:]), first.x)
     members = {f, *(reader.x for reader in readers)}
     if len(readers) == 1:
-        activated = first.node.target is kernels.linear_gelu
-        target = collectives.copied_linear_gelu if activated else collectives.copied_linear
-        options = (_approximation(first) if activated else {}) | options
-        return Match(Call(target, (rank, x, *first.parameters), first.node, options), members)
+        return Match(Call(collectives.copied_linear, (rank, x, *first.parameters), first.node, options), members)
     weights, biases = ([getattr(r, name) for r in readers] for name in ("weight", "bias"))
     given = [biases] if any(bias is not None for bias in biases) else []
-    nodes = tuple(_without_gelu(reader) for reader in readers)
+    nodes = tuple(reader.node for reader in readers)
     call = Call(collectives.copied_linears, (rank, x, weights, *given), nodes[0], options)
     return Match(call, members, several=nodes)
-
-
-def _without_gelu(reader: MatrixProduct) -> fx.Node:
-    """Return the node of a linear; one with a GELU becomes the GELU of a node that stands for the linear."""
-    node = reader.node
-    if node.target is not kernels.linear_gelu:
-        return node
-    with node.graph.inserting_before(node):
-        linear = copy_node(node.graph, node)
-    change_info(linear, name=f"{node.name}_linear", value=None)
-    node.target, node.args, node.kwargs = aten.gelu.default, (linear,), _approximation(reader)
-    return linear
-
-
-def _approximation(reader: MatrixProduct) -> dict[str, Any]:
-    """Of a GELU, as a keyword, where it is not the default."""
-    chosen = argument(reader.node, "approximate")
-    return {} if chosen == "none" else {"approximate": chosen}
 
 
 def _read_linear(node: fx.Node) -> MatrixProduct | None:

@@ -10,7 +10,7 @@ written out. A mask is not saved but drawn again in backward, by `randomness.dra
 `triton.philox.drop`. Results have the strides of ``torch.empty_like(x)``, or are contiguous where rows are reduced.
 """
 
-from autoptd.runtime.kernels.activation import bias_gelu, gated_product, linear_gelu
+from autoptd.runtime.kernels.activation import bias_gelu, gated_product
 from autoptd.runtime.kernels.autograd_function import autograd_function
 from autoptd.runtime.kernels.class_scores import clear_padding, maximum, nll_loss, one_hot, pick
 from autoptd.runtime.kernels.experts import combine, dispatch, grouped_linear, route
@@ -26,5 +26,5 @@ from autoptd.runtime.kernels.vocabulary import cross_entropy, embedding, logsume
 __all__ = ["add_layer_norm", "add_linear", "add_rms_norm", "autograd_function", "bias_dropout_add"]
 __all__ += ["bias_gelu", "clear_padding", "combine", "cross_entropy", "dispatch", "dropout", "embedding"]
 __all__ += ["gated_product", "grouped_attention", "grouped_linear", "layer_norm", "linear"]
-__all__ += ["linear_gelu", "logsumexp", "lookup", "maximum", "nll_loss", "one_hot", "packed_attention"]
+__all__ += ["logsumexp", "lookup", "maximum", "nll_loss", "one_hot", "packed_attention"]
 __all__ += ["pick", "quantized_linear", "rms_norm", "rotary_embedding", "route", "scaled_softmax", "uniform"]

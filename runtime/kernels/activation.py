@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autoptd.runtime.kernels.linear import linear
-from autoptd.runtime.kernels.operands import allocate_promoted, check_operands, check_rows, sum_rows, widen
+from autoptd.runtime.kernels.operands import allocate_promoted, check_rows, sum_rows, widen
 from autoptd.runtime.kernels.registration import define_operator, runs_plainly
 
 Gelu = Literal["none", "tanh"]  # torch's names of its approximations
@@ -17,24 +16,6 @@ KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS = get_args(Activation)
 SQRT_2_OVER_PI = (2 / torch.pi) ** 0.5
-
-
-def linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu = "none", transposed: bool = False
-) -> Tensor:
-    """Compute ``gelu(linear(x, weight, bias))``; `weight` is [out, in], or [in, out] where `transposed`.
-
-    A kernel adds the bias together with the GELU; where there is none, the product adds it, which costs nothing.
-    """
-    return activate_linear(partial(linear, transposed=transposed), x, weight, bias, approximate)
-
-
-def activate_linear(apply: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu) -> Tensor:
-    """Compute `linear_gelu` with the product of ``apply(x, weight, bias)``, with the bias or without."""
-    check_operands("linear_gelu", x=x, weight=weight, bias=bias)
-    if runs_plainly(x):
-        return functional.gelu(apply(x, weight, bias), approximate=approximate)
-    return bias_gelu(apply(x, weight), bias, approximate)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: Gelu = "none", coefficient: float = SQRT_2_OVER_PI) -> Tensor:
@@ -47,6 +28,8 @@ def bias_gelu(x: Tensor, bias: Tensor, approximate: Gelu = "none", coefficient: 
         raise ValueError(f"bias_gelu was given {approximate=}, expected 'none' or 'tanh'")
     if approximate == "none" and coefficient != SQRT_2_OVER_PI:
         raise ValueError(f"bias_gelu was given {coefficient=}, expected approximate='tanh' too")
+    if runs_plainly(x) and coefficient == SQRT_2_OVER_PI:
+        return functional.gelu(x + bias, approximate=approximate)
     return _bias_gelu(x, bias, KINDS[approximate], coefficient)
 
 

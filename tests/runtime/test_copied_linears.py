@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoptd.runtime import aten, collectives, kernels
+from autoptd.runtime import aten, collectives
 from autoptd.runtime.comm.groups import Group, Posted
 from autoptd.runtime.comm.rank import Rank, thread_ranks
 from autoptd.runtime.comm.threads import ThreadWorld
@@ -25,16 +25,11 @@ def joined(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence
     if form == "several":
         return collectives.copied_linears(rank, x, weights, biases, transposed)
     (weight, bias) = weights[0], biases[0]
-    if form == "gelu":
-        return collectives.copied_linear_gelu(rank, x, weight, bias, "tanh", transposed)
     return collectives.copied_linear(rank, x, weight, bias, transposed)
 
 
 def apart(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Any:
     f = collectives.copy_to_tensor(rank, x)
-    (weight, bias) = weights[0], biases[0]
-    if form == "gelu":
-        return kernels.linear_gelu(f, weight, bias, "tanh", transposed)
     turned = [w.t() if transposed else w for w in weights]
     made = tuple(aten.linear(f, *pair) for pair in zip(turned, biases, strict=True))
     return made if form == "several" else made[0]
@@ -68,8 +63,6 @@ FORMS = [
     ("several", False, False),
     ("several", False, True),
     ("several", True, True),
-    ("gelu", False, True),
-    ("gelu", True, True),
 ]
 
 
@@ -140,11 +133,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("form", "expected"),
-    [
-        ("linear", ["mm", "post", "mm", "sum", "wait"]),
-        ("several", ["mm", "addmm", "post", "mm", "mm", "sum", "wait"]),
-        ("gelu", ["mm", "post", "mm", "sum", "wait"]),
-    ],
+    [("linear", ["mm", "post", "mm", "sum", "wait"]), ("several", ["mm", "addmm", "post", "mm", "mm", "sum", "wait"])],
 )
 def test_the_sum_runs_beside_the_gradients_of_weights(form: str, expected: list[str]) -> None:
     events: list[str] = []
@@ -200,7 +189,7 @@ def test_only_what_is_asked_for_is_computed_and_saved() -> None:
 GATHERED: list[Any] = [True, "in pieces"]
 
 
-@pytest.mark.parametrize("form", ["one", "several", "gelu"])
+@pytest.mark.parametrize("form", ["one", "several"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("gathered", GATHERED)
 @pytest.mark.parametrize("tensor", [2, 3])
@@ -208,9 +197,7 @@ def test_a_gathered_input_is_kept_by_part(form: str, transposed: bool, gathered:
     """The numbers of a gather and its linears; of x each rank keeps its own rows."""
 
     def gather(rank: Rank, form: str, transposed: bool, x: Tensor, weights: Sequence[Tensor], biases: Any) -> Any:
-        whole, (weight, bias) = collectives.gather_to_tensor(rank, x, 0), (weights[0], biases[0])
-        if form == "gelu":
-            return kernels.linear_gelu(whole, weight, bias, "tanh", transposed)
+        whole = collectives.gather_to_tensor(rank, x, 0)
         turned = [w.t() if transposed else w for w in weights]
         made = tuple(aten.linear(whole, *pair) for pair in zip(turned, biases, strict=True))
         return made if form == "several" else made[0]
@@ -219,12 +206,10 @@ def test_a_gathered_input_is_kept_by_part(form: str, transposed: bool, gathered:
         options: dict[str, Any] = {"transposed": transposed, "gathered": gathered}
         if form == "several":
             return collectives.copied_linears(rank, x, weights, biases, **options)
-        linear = collectives.copied_linear_gelu if form == "gelu" else collectives.copied_linear
-        kind = {"approximate": "tanh"} if form == "gelu" else {}
         saved = SavedTensors({str(index): weight for index, weight in enumerate(weights)})
         with saved:
-            made = linear(rank, x, weights[0], biases[0], **kind, **options)  # type: ignore[arg-type]
-        assert saved.nbytes <= x.untyped_storage().nbytes() + made.untyped_storage().nbytes() * (form == "gelu")
+            made = collectives.copied_linear(rank, x, weights[0], biases[0], **options)
+        assert saved.nbytes <= x.untyped_storage().nbytes()
         return made
 
     given, world = draw(form, transposed, bias=True), ThreadWorld()

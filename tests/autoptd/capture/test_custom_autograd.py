@@ -286,7 +286,7 @@ def test_text(tmp_path: Path) -> None:
 def test_gradient_not_whole(tmp_path: Path) -> None:
     """A backward that is not linear gets no term of a sum over the tensor ranks: the proof insists on that."""
     program = compiled(make_model("not linear"), (2, 1, 1), 2)
-    wrong = (("collectives.copied_linear_gelu(", "kernels.linear_gelu("), ("rank, blocks0_bounded", "blocks0_bounded"))
+    wrong = (("collectives.copied_linear(", "aten.linear("), ("rank, blocks0_bounded", "blocks0_bounded"))
     with pytest.raises(ProgramError, match=r"up to blocks0_bounded .* has a backward of its own: expected"):
         edit(program, tmp_path, *wrong)
 

@@ -21,7 +21,7 @@ from autoptd.gc_pause import paused_collector
 from autoptd.passes.cost.cluster import Cluster
 from autoptd.passes.ir.program import Program, Stage, copy_graph
 from autoptd.passes.operators.proof import PlacementError
-from autoptd.runtime import aten, collectives, kernels
+from autoptd.runtime import aten, collectives
 from autoptd.runtime.program.manifest import Manifest, StageInterface
 from autoptd.runtime.program.mesh import Mesh
 from autoptd.runtime.program.placement import REPLICATED, Partial, Placement, Replicate, Segment, Shard
@@ -118,10 +118,7 @@ def apart(name: str, change: Change) -> Change:
     return apply
 
 
-PLAIN: Mapping[Any, Any] = {
-    collectives.copied_linear: aten.linear.default,
-    collectives.copied_linear_gelu: kernels.linear_gelu,
-}
+PLAIN: Mapping[Any, Any] = {collectives.copied_linear: aten.linear.default}
 
 
 def reading(name: str, position: int, source: str) -> Change:
@@ -247,8 +244,8 @@ COLLECTIVES = [
         "copy_to_tensor out",
     ),
     (
-        apart("h0_mlp_gelu", reading("h0_mlp_gelu", 0, "wte")),
-        "stage 0: h.0.mlp (gpt.py:N) uses the partial sum wte before its all-reduce: "
+        apart("h0_mlp_c_fc", reading("h0_mlp_c_fc", 0, "wte")),
+        "stage 0: h.0.mlp.c_fc (gpt.py:N) uses the partial sum wte before its all-reduce: "
         "expected collectives.reduce_from_tensor(rank, wte)",
     ),
     (
@@ -259,9 +256,9 @@ COLLECTIVES = [
         "collectives.copy_to_tensor(rank, h0_ln1_f)",
     ),
     (
-        reading("h0_mlp_gelu", 1, "wte"),
-        "stage 0: h.0.mlp (gpt.py:N) hands wte, which is a partial sum, to a divided region: expected a "
-        "whole value; compute the linear_gelu without an all-reduce, or all-reduce its argument first",
+        reading("h0_mlp_c_fc", 1, "wte"),
+        "stage 0: h.0.mlp.c_fc (gpt.py:N) hands wte, which is a partial sum, to a divided region: expected a "
+        "whole value; compute the linear without an all-reduce, or all-reduce its argument first",
     ),
 ]
 

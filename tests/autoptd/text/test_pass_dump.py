@@ -25,8 +25,8 @@ def test_each_pass_leaves_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [file.name for file in files] == [f"{i:02d}_{name}.txt" for i, name in enumerate(PASSES)]
     texts = dict(zip(PASSES, (file.read_text() for file in files), strict=True))
     assert "aten.gelu" in texts["recompute_activations"]
-    assert "kernels.linear_gelu" in texts["fuse_operators"]
-    assert "collectives.copied_linear_gelu" in texts["overlap_reductions"]
+    assert "kernels.bias_gelu" in texts["fuse_operators"]
+    assert "collectives.copied_linear" in texts["overlap_reductions"]
     assert "f32[1, 8, 8]" in texts["recognize_attention"]
     assert "f32[8, 1, 8]" in texts["rewrite_layout"]
     assert "stage 3" not in texts["label_layers"]

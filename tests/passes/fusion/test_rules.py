@@ -86,7 +86,6 @@ def check_generated(seeds: range) -> None:
         error = largest_error(run(rewritten, torch.float64), run(program, torch.float64))
         assert error < 1e-12, f"seed {seed}: {error:.1e}\n{program.stages[0].graph}\n{rewritten.stages[0].graph}"
     for kernel in (
-        kernels.linear_gelu,
         kernels.bias_gelu,
         kernels.bias_dropout_add,
         kernels.layer_norm,
@@ -177,11 +176,11 @@ def rounded_gelu(x: Tensor, constant: float = 0.79788456, cube: float = 0.044715
 
 
 JOINED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any]] = {
-    "gelu": (lambda m, x, y: functional.gelu(x) + y, kernels.linear_gelu),
-    "gelu written with erf": (lambda m, x, y: x * 0.5 * (1 + torch.erf(x / 2**0.5)) + y, kernels.linear_gelu),
+    "gelu": (lambda m, x, y: functional.gelu(x) + y, kernels.bias_gelu),
+    "gelu written with erf": (lambda m, x, y: x * 0.5 * (1 + torch.erf(x / 2**0.5)) + y, kernels.bias_gelu),
     "gelu of a matrix of rows": (
         lambda m, x, y: functional.gelu(torch.addmm(m.scale, x.view(-1, 8), m.one.weight).view(x.shape)) + y,
-        kernels.linear_gelu,
+        kernels.bias_gelu,
     ),
     "gelu of a sum": (lambda m, x, y: functional.gelu(x + m.scale) + y, kernels.bias_gelu),
     "silu and product": (lambda m, x, y: functional.silu(x) * y, kernels.gated_product),
@@ -301,12 +300,12 @@ def test_whole_numbers_are_no_activation() -> None:
     program = autoptd.compile(model, mesh=(1, 1, 1), example_inputs=inputs, num_microbatches=1)
     assert program.verify().passed
     (entry,) = [line for line in program.log if line.startswith("fuse_operators")]
-    assert entry.startswith("fuse_operators 1 linear_gelu; ")
+    assert entry.startswith("fuse_operators 1 bias_gelu; ")
 
 
 def test_a_bias_that_two_read_stays_in_its_linear() -> None:
     found = fused(lambda m, x, y: functional.gelu(x) * functional.gelu(x).detach() + x + y)
-    assert not found[kernels.linear_gelu]
+    assert not found[kernels.bias_gelu]
     assert found[aten.gelu.default] >= 1
 
 
@@ -443,10 +442,10 @@ def test_a_sum_without_gradient_is_not_joined_with_a_trained_norm(layers: int, t
 
 
 def test_a_kernel_that_gives_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def narrow(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def narrow(x: Tensor, bias: Tensor) -> Tensor:
         return x[..., :1]
 
-    monkeypatch.setattr(kernels, "linear_gelu", narrow)
+    monkeypatch.setattr(kernels, "bias_gelu", narrow)
     with pytest.raises(ValueError, match=r"returns .* for gelu.*expected"):
         fused(lambda m, x, y: functional.gelu(x) + y)
 

@@ -194,7 +194,7 @@ def test_the_papers_formula_has_every_term_over_t(recompute: str, scores: int, t
 
 def test_linears_keep_a_scattered_input_and_gather_it_again() -> None:
     text = compile_gpt((2, 1, 1)).texts[0]
-    call = re.search(r"h0_mlp_gelu = collectives.copied_linear_gelu\(.*?\n    \).*?\n", text, re.DOTALL)
+    call = re.search(r"h0_mlp_c_fc = collectives.copied_linear\(.*?\n    \).*?\n", text, re.DOTALL)
     assert call is not None
     assert "all-gather, 4.1 kB over tensor" in call[0]
     assert "gathered=True" in call[0]

@@ -54,8 +54,6 @@ WAYS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "in pieces": (lambda x, w: collectives.copied_linear(RANK, x, w, gathered="in pieces"), False),
     "scattered": (lambda x, w: collectives.scattered_linear(RANK, x, w), False),
     "scattered, transposed": (lambda x, w: collectives.scattered_linear(RANK, x, w, transposed=True), True),
-    "gelu": (lambda x, w: kernels.linear_gelu(x, w, bias_of(x)), False),
-    "gelu, transposed": (lambda x, w: kernels.linear_gelu(x, w, bias_of(x), transposed=True), True),
     "added": (lambda x, w: kernels.add_linear(total_of(x), x, w, 0.3), False),
     "added, transposed": (lambda x, w: kernels.add_linear(total_of(x), x, w, transposed=True), True),
 }
@@ -98,9 +96,6 @@ def test_a_sum_in_the_product_is_not_rounded_in_between(device: str, way: str, d
     for one, other in zip(of_x, same, strict=True):
         torch.testing.assert_close(one, other, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
     exact, _ = sum_gradients(call, [x.double() for x in xs], weight.double(), sums=False)
-    if "gelu" in way:  # whose own gradient is rounded before it comes to the product
-        assert error(found, exact) < error(rounded, exact)
-        return
     assert found.dtype == torch.float32
     assert error(found, exact) < 1e-5
     assert error(rounded, exact) > 20 * error(found, exact)
