@@ -37,7 +37,6 @@ from tests.test_mixtures import CLASSES, LENGTH, QUICK, SIZES, VOCABULARY, build
 
 MESHES = (((1, 1, 2), 2), ((2, 1, 2), 4))
 IDS = torch.randint(1, VOCABULARY, (6, 4, LENGTH), generator=torch.Generator().manual_seed(3))
-DIVISIBLE = [name for name in CLASSES if name != "Llama4ForCausalLM"]
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:
@@ -59,7 +58,7 @@ def promote() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mesh", "expert"), MESHES)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in DIVISIBLE])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CLASSES])
 def test_experts_over_data_ranks_are_exact(name: str, mesh: tuple[int, int, int], expert: int) -> None:
     program = compile_tokens(build(name), mesh, expert=expert)
     parameters = {n: p for n, p in program.manifest.parameters.items() if "experts." in n and "shared" not in n}

@@ -51,6 +51,7 @@ def normalize(program: Program) -> Program:
     graph = name_nodes(writer.graph, buffers)
     entry = f"normalize {before} -> {len(graph.nodes)} nodes, {writer.counts['dropouts']} dropouts"
     entry += f", {writer.counts['draws']} draws" if writer.counts["draws"] else ""
+    entry += "".join(f"; {remark} ({count})" for remark, count in writer.remarks.items())
     idle = writer.idle_parameters()
     if idle:
         names = ", ".join(idle[:5]) + (" ..." if len(idle) > 5 else "")

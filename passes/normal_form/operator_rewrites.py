@@ -10,7 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoptd.passes.ir.nodes import aten_name, name_arguments, nodes_in, refuse_random, shape_of, where
-from autoptd.passes.normal_form import loss_rewrites
+from autoptd.passes.normal_form import loss_rewrites, stacked_experts
 from autoptd.passes.normal_form.draws import draws, write_draw
 from autoptd.passes.normal_form.writer import Call
 from autoptd.runtime import aten, kernels
@@ -354,6 +354,7 @@ RULES: dict[Any, Rule] = {  # an operator's overloads that are all written alike
     aten.linalg_norm.default: _norm,
     aten.einsum.default: _einsum,
     aten.tensordot.default: _tensordot,
+    aten.sum.dim_IntList: stacked_experts.write_sum,
     aten.cat.default: _concatenate,
     aten.max.other: _as(aten.maximum.default),
     aten.min.other: _as(aten.minimum.default),

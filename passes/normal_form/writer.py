@@ -55,10 +55,10 @@ class Call:
         """Write a call of `target` in its place."""
         return self.writer.emit(target, args, self.meta, kwargs)
 
-    def derive(self, target: Any, *args: Any) -> fx.Node:
+    def derive(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a further call of the rewrite; its result's shape and dtype are found on the meta device."""
-        val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return self.writer.emit(target, args, {**self.meta, "val": val})
+        val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        return self.writer.emit(target, args, {**self.meta, "val": val}, kwargs)
 
     def fill(self, target: Any, shape: Sequence[int], dtype: torch.dtype) -> fx.Node:
         """Append a factory of equal elements."""
@@ -115,6 +115,7 @@ class Writer:
         self.graph = fx.Graph()
         self.trained: set[fx.Node] = set()
         self.counts: Counter[str] = Counter()
+        self.remarks: Counter[str] = Counter()  # for the log
         self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self.rank = self.graph.placeholder("rank")
         describe(self.rank, None, NodeInfo(role="rank"))
