@@ -425,6 +425,18 @@ class Mixtral(Looped):
         return out
 
 
+class Hits(Looped):
+    """As in transformers from 4.53 on: an expert without tokens is left out, which a program takes too."""
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        mask, out = functional.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
+        for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slots, tokens = torch.where(mask[e].squeeze(0))
+            rows = self.experts[int(e)](x[None, tokens].reshape(-1, HIDDEN)) * gates[tokens, slots, None]
+            out.index_add_(0, tokens, rows.to(x.dtype))
+        return out
+
+
 class Deepseek(Looped):
     """As in the code published with DeepSeek-V2; all tokens have the first expert besides."""
 
@@ -487,7 +499,7 @@ class TopOne(Looped):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mesh", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (2, 2, 1)])
-@pytest.mark.parametrize("mixture", [Mixtral, Deepseek, Nonzero, Added, Rewritten, TopOne])
+@pytest.mark.parametrize("mixture", [Mixtral, Hits, Deepseek, Nonzero, Added, Rewritten, TopOne])
 def test_loops_over_the_tokens_of_each_expert_are_divided_in_width(
     mixture: type[nn.Module], mesh: tuple[int, int, int]
 ) -> None:
@@ -497,6 +509,81 @@ def test_loops_over_the_tokens_of_each_expert_are_divided_in_width(
     assert divided_dims(program) == {0, 1, None}
     assert "".join(program.texts).count("kernels.grouped_linear(") == 2 * 2 * EXPERTS
     verify_exactly(program)
+
+
+def test_experts_with_weights_of_their_own_are_not_divided_over_data_ranks() -> None:
+    with pytest.raises(ValueError, match=r"expert=2: .*each expert has weights of its own, and only stacked ones"):
+        compile_tokens(vary(Hits)(), (1, 1, 2), expert=2)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mesh", [(2, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capacity", [3, pytest.param(64, marks=pytest.mark.slow)])
+def test_switch_is_divided_in_width_and_exact(capacity: int, mesh: tuple[int, int, int]) -> None:
+    """With its routers' losses; some tokens are above the capacity of 3, and have no expert."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_heads": 4,
+        "num_experts": 4,
+    }
+    layers: dict[str, Any] = {"num_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    others: dict[str, Any] = {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "decoder_start_token_id": 0}
+    config = transformers.SwitchTransformersConfig(expert_capacity=capacity, **sizes, **layers, **others)
+    model = randomize(transformers.SwitchTransformersForConditionalGeneration(config))
+    torch.manual_seed(1)
+    given: dict[str, Any] = dict.fromkeys(("input_ids", "labels"), torch.randint(1, VOCABULARY, (2, LENGTH)))
+    given |= dict.fromkeys(("attention_mask", "decoder_attention_mask"), torch.ones(2, LENGTH, dtype=torch.long))
+    program = autoptd.compile(model, mesh=mesh, example_inputs=given | {"output_router_logits": True})
+    assert divided_dims(program) == {0, 1}
+    (line,) = (line for line in program.log if "one without tokens has a gradient of 0" in line)
+    assert "for expert_idx in expert_hit" in line
+    verify_exactly(program)
+
+
+class RefusedHits(Looped):
+    """A loop over the experts that have tokens which does one thing more, or in another way."""
+
+    way = ""
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        mask, out, turns = functional.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x), 0
+        if self.way == "a mask with negative numbers":
+            mask = 1 - mask
+        hits = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        if self.way == "it writes to its mask":
+            mask[0].zero_()
+        for e in hits:
+            slots, tokens = torch.where(mask[e].squeeze(0))
+            rows = self.experts[int(e)](x[tokens]) * gates[tokens, slots, None]
+            out = out.index_add(0, tokens, rows)
+            if self.way == "it counts its turns":
+                turns += 1
+            elif self.way == "it is left early":
+                break
+            elif self.way == "it adds to all rows":
+                out = out + x
+            elif self.way == "it writes to all rows":
+                out.mul_(2)
+        return out / max(turns, 1)
+
+
+HITS = {
+    "it counts its turns": "counts its turns",
+    "it is left early": "is left early",
+    "it adds to all rows": "makes a value .aten.add.Tensor.",
+    "it writes to all rows": "makes a value .aten.mul_.Tensor.",
+    "it writes to its mask": "has a mask that is written to",
+    "a mask with negative numbers": "control flow depends on a tensor's values",
+}
+
+
+@pytest.mark.parametrize("way", HITS)
+def test_a_loop_over_the_experts_with_tokens_that_does_more_is_refused(way: str) -> None:
+    with pytest.raises(ValueError, match=HITS[way]):
+        compile_tokens(vary(type("Own", (RefusedHits,), {"way": way}))(), (1, 1, 1))
 
 
 def test_partial_sums_of_a_loop_are_reduced_once() -> None:

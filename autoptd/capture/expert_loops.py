@@ -23,6 +23,7 @@ from autoptd.passes.operators.table import Trait, has_trait, strip
 from autoptd.runtime import aten
 
 _OURS = torch.ops.autoptd
+PICKS = ("where", "nonzero_numpy", "nonzero")  # the tokens of a mask
 # Besides views and what works element by element, operators that keep rows. A dropout that drops nothing gets by.
 _BY_ROWS = {"split", "chunk", "mean", "sum", "layer_norm", "rms_norm", "dropout"}
 
@@ -71,9 +72,14 @@ def _has_once(mask: Any) -> bool:
     shape = mask.meta["val"].shape
     if len(shape) == 1 or len(shape) > 2 or 1 in shape:
         return len(shape) <= 2
-    while has_trait(mask, Trait.VIEWS) or mask.target in (aten.eq.Scalar, aten.one_hot.default):
+    while has_trait(mask, Trait.VIEWS) or mask.target in (aten.eq.Scalar, aten.one_hot.default) or _takes_one(mask):
         mask = mask.args[0]
     return mask.target is getitem and aten_name(mask.args[0].target) == "topk"
+
+
+def _takes_one(node: Any) -> bool:
+    """Return whether a node takes one place of its argument's first dimension, by a tensor that has its number."""
+    return node.target is aten.index.Tensor and len(node.args[1]) == 1 and node.args[1][0].meta["val"].numel() == 1
 
 
 class _Writer:
@@ -92,7 +98,7 @@ class _Writer:
         given: Any = node.args
         self.current, name = node, aten_name(node.target)
         source: Any = given[0] if given else None
-        if name in ("where", "nonzero_numpy", "nonzero") and len(given) == 1:
+        if name in PICKS and len(given) == 1:
             if (rows := self._route(source)) is not None:
                 self.indices[node] = rows, 0
         elif isinstance(source, fx.Node) and source in self.indices and (node.target is getitem or name == "squeeze"):

@@ -28,7 +28,7 @@ from autoptd.capture.experts import write_experts
 from autoptd.capture.fake_module import copy_structure, make_mode, make_twin, run_without_data
 from autoptd.capture.objective import Objective
 from autoptd.capture.results import LossFunction, Outputs
-from autoptd.capture.side_effects import NUMBERS, keeping_attributes, refuse_hooks
+from autoptd.capture.side_effects import NUMBERS, keeping_attributes, refuse_conversions, refuse_hooks
 from autoptd.capture.source_lines import CaptureError, short_line
 from autoptd.capture.trace_errors import describe_error, explain, find_way
 from autoptd.capture.traced_device import find_device
@@ -82,7 +82,7 @@ def capture(
 
     def run() -> Tensor:
         """Call the model without data, and without a trace."""
-        with run_without_data(mode), Functions(autocast).watch():
+        with run_without_data(mode), refuse_conversions(), Functions(autocast).watch():
             return objective.find_loss(*values)
 
     # Forwards read ``x.dtype``, and the traced tensors are on the CPU.
@@ -109,7 +109,7 @@ def capture(
         )
     graph = _build_graph(exported, tensors, objective)
     stage = Stage(graph, tensors.parameters, fx.Graph())
-    log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes)
+    log = (f"capture {type(model).__name__}: {len(graph.nodes)} nodes", *notes, *objective.known.notes)
     known = examples.inputs, objective.result.output, tensors.aliases, log, tensors.buffers
     read = (name.removeprefix("captured.") for name in objective.known.read)
     proved = frozenset(tensors.aliases.get(name, name) for name in read)

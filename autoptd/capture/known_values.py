@@ -22,6 +22,7 @@ from autoptd.passes.normal_form.writer import is_mutation
 READS = {
     *(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
     *(torch.is_nonzero, Tensor.is_nonzero, torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
+    Tensor.__format__,
 }
 # Operators that read values of their first argument only.
 LIKE_SECOND = frozenset(["to", "type_as", "view_as", "expand_as", "reshape_as"])
@@ -32,7 +33,7 @@ class KnownValues(TorchFunctionMode):
     """A mode in which a traced forward reads the values of what it makes of buffers and literals alone.
 
     `buffers` are the user's own, by their names in the `traced` module; `read` are the names of those that decided
-    something. A run of the same forward without a trace is given, at each place, what the trace read there.
+    something. A run of the same forward without a trace is `given`, at each place, what the trace read there.
     """
 
     def __init__(self, traced: nn.Module) -> None:
@@ -40,7 +41,7 @@ class KnownValues(TorchFunctionMode):
         self.traced = traced
         self.buffers: dict[str, Tensor] = {}
         self.read: set[str] = set()
-        self._given: defaultdict[str, deque[Any]] = defaultdict(deque)
+        self.given: defaultdict[str, deque[Any]] = defaultdict(deque)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
@@ -48,35 +49,30 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **options)
         place = f"{func} {user_line()}"
         if get_proxy_mode() is None:
-            return self._given[place].popleft() if self._given[place] else func(*args, **options)
+            return self.given[place].popleft() if self.given[place] else func(*args, **options)
         values = {id(x): self._compute(x) for x in tree_leaves((args, options)) if isinstance(x, Tensor)}
         if any(value is None for value in values.values()):
             return func(*args, **options)
         with _disable_current_modes():
             real, named = tree_map_only(Tensor, lambda x: values[id(x)], (args, options))
-            self._given[place].append(result := func(*real, **named))
+            self.given[place].append(result := func(*real, **named))
         return result
 
     def varies(self, tensor: Tensor) -> bool:
         """Return whether a tensor of the trace is computed from the batch."""
-        node, held = self._find_node(tensor), (*self.traced.parameters(), *self.traced.buffers())
-        own = {self._find_node(x) for x in held}
+        node, held = find_node(tensor), (*self.traced.parameters(), *self.traced.buffers())
+        own = {find_node(x) for x in held}
         return node is not None and any(n.op == "placeholder" and n not in own for n in _find_sources(node))
-
-    def _find_node(self, tensor: Tensor) -> fx.Node | None:
-        mode: Any = get_proxy_mode()
-        slot: Any = get_proxy_slot(tensor, mode.tracer, None)
-        return None if slot is None else slot.proxy.node
 
     def _compute(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a tensor of the trace; None unless it is made of buffers and literals alone."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        if (wanted := self._find_node(tensor)) is None:
+        if (wanted := find_node(tensor)) is None:
             return None
         mode: Any = get_proxy_mode()
         root, buffers = mode.tracer.root, self.traced.named_buffers()
-        names = {self._find_node(buffer): name for name, buffer in buffers}
+        names = {find_node(buffer): name for name, buffer in buffers}
         values: dict[fx.Node, Any] = {}
         sources = _find_sources(wanted)
         with _disable_current_modes(), torch.no_grad():
@@ -90,6 +86,13 @@ class KnownValues(TorchFunctionMode):
                 values[node] = value if node.op == "call_function" else value.detach().cpu().clone()
         self.read |= {names[node] for node in sources if node in names}
         return values[wanted]  # type: ignore[no-any-return]
+
+
+def find_node(tensor: Tensor) -> fx.Node | None:
+    """Return the node of a tensor of the trace; None for one from elsewhere."""
+    mode: Any = get_proxy_mode()
+    slot: Any = get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 def _evaluate(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

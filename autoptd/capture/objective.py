@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
+from autoptd.capture.experts import KnownExperts
 from autoptd.capture.flex_attention import write_flex_attention
-from autoptd.capture.known_values import KnownValues
 from autoptd.capture.results import LossFunction, Outputs, find_loss, find_outputs
 from autoptd.capture.side_effects import judge_left, refuse_side_effects
 from autoptd.capture.source_lines import CaptureError
@@ -47,7 +47,7 @@ class Objective(nn.Module):
         self.loss_fn, self.wanted, self.device = loss_fn, wanted, device
         self.targets = frozenset(examples.targets)
         self.result = Result()
-        self.known = KnownValues(self)
+        self.known = KnownExperts(self)
 
     def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         try:
@@ -66,6 +66,8 @@ class Objective(nn.Module):
         effects = refuse_side_effects(self, self.result.assigned, left)
         with effects, NoGradRegions(), self.known, self.result.calls:
             loss = self.find_loss(*values)
+        for loop in self.known.loops:
+            loop.check()
         if not loss.requires_grad and any(p.requires_grad for p in self.captured.parameters()):
             raise CaptureError(
                 "the loss has no gradient, and the plain model's loss.backward() raises: forward runs under "

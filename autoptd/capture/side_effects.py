@@ -74,7 +74,7 @@ def refuse_side_effects(objective: nn.Module, assigned: dict[str, Tensor], left:
     buffers, held = _list_buffers(objective), _list_held(objective)
     drawn = _random_states(held)
     try:
-        with refuse_new_hooks(), patch.object(nn.Module, "__setattr__", _assign_view):
+        with refuse_new_hooks(), refuse_conversions(), patch.object(nn.Module, "__setattr__", _assign_view):
             yield
     finally:
         new = {place: value for place, value in _list_held(objective).items() if held.get(place) is not value}
@@ -110,6 +110,21 @@ def _assign_view(module: nn.Module, name: str, value: Any, assign: Any = nn.Modu
         with torch.enable_grad(), torch._C.DisableTorchFunction():  # it is no call of the user's
             value = value.view(value.shape)
     assign(module, name, value)
+
+
+def refuse_conversions() -> AbstractContextManager[Any]:
+    """Raise CaptureError if a forward in this block converts a module's tensors, as ``module.to(dtype)`` may."""
+
+    def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for name, tensor in (*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)):
+            if (made := function(tensor)) is not tensor:
+                raise CaptureError(
+                    f"{user_line()}: forward converts {name} of a {type(module).__name__} from {tensor.dtype} to "
+                    f"{made.dtype}, which changes the model: convert it before compile, or compute with a cast of it"
+                )
+        return module
+
+    return patch.object(nn.Module, "_apply", convert)
 
 
 def judge_left(results: Iterable[Tensor], left: Mapping[str, Any], varies: Callable[[Any], bool]) -> list[str]:

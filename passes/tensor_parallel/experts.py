@@ -54,6 +54,10 @@ class _Mixture:
         self.route, self.mesh, self.propagation, self.readers = route, mesh, Propagation(mesh), readers
         self.rank: Any = route.args[0]
         self.number, own = (int(given) for given in route.args[2:])  # type: ignore[arg-type]
+        if self.number == 1:
+            _refuse(
+                mesh, route, "each expert has weights of its own, and only stacked ones are divided over data ranks"
+            )
         if self.number % mesh.expert:
             _refuse(mesh, route, f"its weights have {self.number} experts, which {mesh.expert} ranks do not divide")
         if own * mesh.tensor != self.number:

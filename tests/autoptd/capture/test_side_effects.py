@@ -76,6 +76,22 @@ def test_side_effects_that_no_trace_repeats_are_refused(
     assert Tensor.register_hook.__name__ == "register_hook"
 
 
+def test_a_module_may_be_converted_to_what_it_is() -> None:
+    def convert(model: Plain, x: Tensor) -> Tensor:
+        model.head = model.head.to(torch.float32)
+        return x
+
+    program = compile_plain(Plain(convert))
+    assert program.verify().passed
+
+
+def test_a_module_that_forward_converts_is_refused() -> None:
+    """The plain model would be another one behind its first call."""
+    refused = r"test_side_effects.py:\d+: .*forward converts weight of a Linear from torch.float32 to torch.float64"
+    with pytest.raises(ValueError, match=refused):
+        compile_plain(Plain(lambda model, x: model.head.double()(x.double())[..., :8].float()))
+
+
 def test_hooks_on_gradients_are_refused_by_name() -> None:
     model = Plain()
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
