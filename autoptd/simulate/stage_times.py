@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, cycle
@@ -42,8 +41,8 @@ class WorkTimes:
         """Return these in CUDA graphs, if there are any: with the launch of each direction that has work."""
         if not device.graphed_launch_seconds:
             return self
-        launch = Seconds(device.launch_seconds)
-        forward, backward = (side + launch * (side.total > 0) for side in (self.forward, self.backward))
+        sides = (self.forward, self.backward)
+        forward, backward = (side + Seconds(device.launch_seconds if side.total else 0.0) for side in sides)
         slot = self.kept + self.working
         return replace(self, forward=forward, backward=backward, kept=0.0, working=0.0, slot=slot)
 
@@ -86,11 +85,10 @@ def list_calls(stages: Sequence[Stage], mesh: Mesh) -> Iterator[Collection[CallW
 
 
 def add_up(calls: Collection[CallWork], durations: Durations) -> WorkTimes:
-    """Return the times and memory of some calls of a stage, launched; equal works are timed together."""
+    """Return the times and memory of some calls of a stage, launched."""
 
     def time(works: Iterable[Work]) -> Seconds:
-        counted = Counter(works).items()
-        return sum((durations.seconds(work) * count for work, count in counted), Seconds())
+        return sum(map(durations.seconds, works), Seconds())
 
     scale, forward = durations.precision.scale, time(call.forward for call in calls)
     backward = time(call.backward for call in calls) + time(call.forward for call in calls if call.again)

@@ -59,9 +59,6 @@ class Seconds:
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(self.compute + other.compute, self.tensor + other.tensor)
 
-    def __mul__(self, number: int) -> Seconds:
-        return Seconds(self.compute * number, self.tensor * number)
-
 
 @dataclass(frozen=True)
 class Durations:
