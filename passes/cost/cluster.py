@@ -177,16 +177,13 @@ class Cluster:
             path = SHIPPED / f"{name}.toml"
         try:
             table = tomllib.loads(path.read_text("utf-8"))
-        except OSError as error:
-            raise ValueError(f"cluster file {path} cannot be read: {error.strerror}") from None
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"cluster file {path} is not valid TOML: {error}") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"cluster file {path} cannot be read as TOML: {error}") from None
         cluster: Cluster = decode(cls, table, str(path))
         check_values(cluster, str(path))
         unknown = [key for key in cluster.device.peak_flops if key not in ITEM_BYTES]
         if unknown or not cluster.device.peak_flops:
-            found = f"device.peak_flops has {unknown[0]!r}" if unknown else "device.peak_flops is empty"
-            raise ValueError(f"{path}: {found}: expected dtypes among {', '.join(ITEM_BYTES)}")
+            raise ValueError(f"{path}: device.peak_flops has {unknown or 'none'}: expected some of {[*ITEM_BYTES]}")
         if cluster.device.usable_bytes <= 0:
             raise ValueError(f"{path}: device.reserved_bytes leaves nothing of memory_bytes: expected less")
         return cluster
