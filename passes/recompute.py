@@ -58,7 +58,8 @@ def _find_groups(program: Program, recompute: str | int, ledgers: Sequence[Ledge
     """Return the groups of each stage that are worth it, and a line on how they were found."""
     if recompute == "selective":
         found: list[list[Parts]] = [[[core] for core in find_cores(stage.graph)] for stage in program.stages]
-        entry = _describe_cores(program, found)
+        fused = sum(has_trait(n, Trait.FUSED_ATTENTION) for stage in program.stages for n in stage.graph.nodes)
+        entry = f"{sum(map(len, found))} attentions written out" + (f", {fused} are fused" if fused else "")
     else:
         stacks = find_stacks(program)
         if not stacks:
@@ -195,14 +196,6 @@ def _bring_together(order: list[fx.Node], group: set[fx.Node]) -> list[fx.Node]:
 
 
 # The log
-
-
-def _describe_cores(program: Program, groups: Sequence[Sequence[Parts]]) -> str:
-    count = sum(map(len, groups))
-    fused = sum(has_trait(n, Trait.FUSED_ATTENTION) for stage in program.stages for n in stage.graph.nodes)
-    if not count:
-        return "nothing to do, " + (f"all {fused} attentions are fused" if fused else "no attention found")
-    return f"{count} attentions written out" + (f", {fused} are fused" if fused else "")
 
 
 def _describe_memory(ledgers: Sequence[Ledger], groups: Sequence[Sequence[Group]]) -> str:
