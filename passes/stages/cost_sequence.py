@@ -86,10 +86,9 @@ class CostSequence:
         sums: Ints = per_stage.reshape(*per_stage.shape[:-1], -1, self.num_ranks).sum(-2)
         return sums
 
-    def others(self, per_stage: Ints) -> Ints:
-        """Return for each stage the sum of the other stages of its rank."""
-        sums: Ints = np.tile(self.rank_sums(per_stage), self.num_stages // self.num_ranks) - per_stage
-        return sums
+    def sums_of_ranks(self, per_stage: Ints) -> Ints:
+        """Return for each stage the sum of all stages of its rank."""
+        return np.tile(self.rank_sums(per_stage), self.num_stages // self.num_ranks)
 
     def bottleneck(self, cut: Ints) -> int:
         """Return the cost of the slowest pipeline rank."""

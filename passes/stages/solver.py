@@ -117,8 +117,7 @@ def _first_cut(sequence: CostSequence, *, lean: bool) -> Ints:
 
 def _divide_room(sequence: CostSequence, share: Ints, limit: int) -> Ints:
     """Return each stage's part of its rank's memory, in proportion to its `share`."""
-    whole = sequence.others(share) + share
-    left = limit - sequence.others(sequence.reserved) - sequence.reserved
+    left, whole = limit - sequence.sums_of_ranks(sequence.reserved), sequence.sums_of_ranks(share)
     rows = zip(left.tolist(), share.tolist(), whole.tolist(), strict=True)
     return np.array([most * part // rank for most, part, rank in rows])
 
