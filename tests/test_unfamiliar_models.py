@@ -338,6 +338,25 @@ def test_positions_may_be_the_first_rows_of_a_parameter(batched: bool, tied: boo
     assert placement.dim is None
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_positions_may_be_expanded_to_the_batch(batch: int) -> None:
+    """The dimension that a batch of one adds has a stride, unlike that of a larger one."""
+
+    class Expanded(Model):
+        def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+            x = self.tokens(idx) + self.positions[:LENGTH].expand(len(idx), -1, -1)
+            for block in self.blocks:
+                x = block(x)
+            return functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    model = Expanded([Block(lambda: Attention(lambda m, x: fused(*plain(m, x))))])
+    inputs = dict.fromkeys(("idx", "targets"), torch.zeros(batch, LENGTH, dtype=torch.long))
+    report = autoptd.compile(model, (2, 1, 1), example_inputs=inputs).verify()
+    assert report.passed, report
+    assert max(report.gradient_errors.values()) < 1e-12
+
+
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("packed", ["by head", "by kind"])
 def test_heads_may_be_merged_with_the_sequences(packed: str, tensor: int) -> None:

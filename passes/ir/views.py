@@ -34,6 +34,8 @@ def dim_map(node: fx.Node) -> tuple[int | None, ...]:
     operator: Any = node.target
     if name == "unsqueeze":
         dims.insert(read_dim(node, rank + 1), None)
+    elif "expand" in name or "broadcast" in name:  # a new dimension of size 1 has a stride as others have
+        dims[:0] = [None] * (len(shape) - rank)
     elif name in ("pad", "constant_pad_nd"):
         dims = [None if any(pair) else d for d, pair in enumerate(read_padding(node))]
     elif getattr(operator, "is_view", False) and not name.startswith("view_as_"):

@@ -73,6 +73,7 @@ class _Mixture:
         route = call.writer.emit(kernels.route, args, {**call.meta, "val": val})
         self.order, self.counts = (call.derive(getitem, route, i) for i in range(2))
         self.found: dict[fx.Node, _Rows | None] = {}
+        self.sorted: dict[fx.Node, fx.Node] = {}  # rows of tokens, sorted once for all that multiply them
 
     def write(self) -> fx.Node | None:
         """Write the sum of the chosen pairs; None if it is not proved to be all, and nobody reads what is written."""
@@ -95,7 +96,7 @@ class _Mixture:
             if own is None or (rank and not self._count_leading(call.given) == rank - 1 == read_dim(node, rank)):
                 return None
             return own._replace(value=call.derive(node.target, own.value, call.args[1], *[-1] * bool(rank)))
-        if not front:
+        if not front or not isinstance(node.target, OpOverload):
             return None
         if node.target is aten.expand.default:
             width = shape_of(node)[-1]
@@ -123,10 +124,11 @@ class _Mixture:
         own, weight = self._find(call.source), call.args[1]
         if own is None or own.gates or call.val.dim() < 3 or shape_of(weight)[:-2] != (self.experts,):
             return None
-        rows, (*pairs, width) = own.value, shape_of(own.value)
-        if len(pairs) == 2:
-            flat = call.reshape(rows, [prod(pairs), width])
-            rows = call.derive(kernels.dispatch, flat, self.order, self.slots // pairs[1])
+        *pairs, width = shape_of(own.value)
+        if len(pairs) == 2 and own.value not in self.sorted:
+            flat = call.reshape(own.value, [prod(pairs), width])
+            self.sorted[own.value] = call.derive(kernels.dispatch, flat, self.order, self.slots // pairs[1])
+        rows = self.sorted.get(own.value, own.value)
         made = call.derive(kernels.grouped_linear, rows, weight, self.counts, None, True)
         return _Rows(made, own.others if own.others == 0 else None)
 

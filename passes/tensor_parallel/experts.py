@@ -69,8 +69,10 @@ class _Mixture:
     def divide(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         """Exchange the rows in front of the experts and behind them; return their parameters, divided."""
         order, counts = sorted((n for n in self.route.users if n.target is getitem), key=lambda n: int(n.args[1]))  # type: ignore[arg-type]
-        (dispatch,) = (n for n in order.users if n.target is kernels.dispatch)
-        (combine,) = (n for n in order.users if n.target is kernels.combine)
+        ends = [[n for n in order.users if n.target is kind] for kind in (kernels.dispatch, kernels.combine)]
+        if [len(found) for found in ends] != [1, 1]:
+            _refuse(self.mesh, self.route, "its rows are sorted by expert, or added up for tokens, more than once")
+        (dispatch,), (combine,) = ends
         inside = list(self._walk(dispatch, combine))
         first, last = inside[0], combine.args[0]
         ragged = Placement(expert=Ragged(0))

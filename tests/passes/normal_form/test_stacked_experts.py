@@ -57,11 +57,20 @@ def weigh_outputs(m: Any, x: Tensor) -> Tensor:
     return torch.cat([(part * gates).sum(0) for part in (first, second)], -1)
 
 
+def gate(m: Any, x: Tensor) -> Tensor:
+    """Two products read the same rows."""
+    rows = spread(x)
+    y = (functional.silu(rows @ m.up) * (rows @ m.up_too)) @ m.down
+    result: Tensor = (y * columns(scatter(m, x, 0.0))).sum(0)
+    return result
+
+
 def compute(body: Body, mesh: tuple[int, int, int] = (2, 1, 1), **options: Any) -> Any:
     class Stacked(Mixture):
         def __init__(self) -> None:
             super().__init__()
             self.out = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN) * 0.05)
+            self.up_too = nn.Parameter(torch.randn_like(self.up) * 0.05)
 
         def forward(self, x: Tensor) -> Tensor:
             return body(self, x.flatten(0, 1)).view(x.shape)
@@ -74,11 +83,11 @@ def compute(body: Body, mesh: tuple[int, int, int] = (2, 1, 1), **options: Any) 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("mesh", "expert"), [((1, 1, 1), None), ((2, 1, 1), None), ((2, 1, 2), 4)])
-@pytest.mark.parametrize("body", [weigh_inputs, weigh_both, weigh_outputs])
+@pytest.mark.parametrize("body", [weigh_inputs, weigh_both, weigh_outputs, gate])
 def test_chosen_pairs_alone_are_computed(body: Body, mesh: tuple[int, int, int], expert: int | None) -> None:
     program = compute(body, mesh, expert=expert)
     targets = [node.target for node in program.stages[0].graph.nodes]
-    assert targets.count(kernels.combine) > 0
+    assert targets.count(kernels.combine) == targets.count(kernels.dispatch) > 0
     assert not {torch.ops.aten.bmm.default, torch.ops.aten.matmul.default}.intersection(targets)
     assert "all experts of all tokens" not in "".join(program.log)
 
@@ -95,6 +104,9 @@ LEFT: dict[str, Body] = {
     ).sum(0),
     "each expert adds its own": lambda m, x: (
         (spread(x) * columns(scatter(m, x, 0.0))) @ m.up @ m.down + m.down[:, :1]
+    ).sum(0),
+    "elements of all pairs are dropped": lambda m, x: (
+        functional.dropout(spread(x) @ m.up @ m.down, 0.1, m.training) * columns(scatter(m, x, 0.0))
     ).sum(0),
     "others are weighed by all scores": lambda m, x: (
         spread(x) @ m.up @ m.down * columns(scatter(m, x, -INFINITY).softmax(-1) + m.router(x))
