@@ -34,7 +34,8 @@ class Input:
 
 def count_tokens(inputs: Iterable[Input]) -> int:
     """Return the tokens of a sequence: the numbers that a sample has in the largest input of integers."""
-    whole = (i for i in inputs if i.batch_dim is not None and len(i.shape) > 1 and not i.dtype.is_floating_point)
+    rows = (i for i in inputs if i.batch_dim is not None and len(i.shape) > 1)
+    whole = (i for i in rows if not i.dtype.is_floating_point and i.dtype != torch.bool)  # a mask has pairs of tokens
     return max((prod(i.shape) // i.shape[i.batch_dim or 0] for i in whole), default=0)
 
 

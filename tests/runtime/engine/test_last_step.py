@@ -95,7 +95,8 @@ def test_the_tensor_ranks_sums_are_exposed_where_nothing_hides_them() -> None:
 
 def test_all_reduces_beside_computing_are_hidden() -> None:
     manifest = Chain((2, 1, 1), "1f1b", 1, 2, tied=True).manifest
-    manifest = replace(manifest, inputs=(Input("ids", (2, 3), torch.int64, 0),))
+    mask = Input("mask", (2, 1, 3, 3), torch.bool, 0)
+    manifest = replace(manifest, inputs=(Input("ids", (2, 3), torch.int64, 0), mask))
     spans: list[Span] = [
         (Kind.FORWARD, 0, 0, 101.0, 105.0),
         ("tensor", 0, 0, 102.0, 104.0),  # with nothing beside it
