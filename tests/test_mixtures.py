@@ -552,26 +552,31 @@ class RefusedHits(Looped):
         mask, out, turns = functional.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x), 0
         if self.way == "a mask with negative numbers":
             mask = 1 - mask
-        hits = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        hits: Any = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
         if self.way == "it writes to its mask":
             mask[0].zero_()
+        if self.way == "it numbers its turns":
+            hits = (e for _, e in enumerate(hits))
+        taken: list[int] = []
         for e in hits:
             slots, tokens = torch.where(mask[e].squeeze(0))
             rows = self.experts[int(e)](x[tokens]) * gates[tokens, slots, None]
             out = out.index_add(0, tokens, rows)
             if self.way == "it counts its turns":
                 turns += 1
+            elif self.way == "it lists its experts":
+                taken.append(int(e))
             elif self.way == "it is left early":
                 break
             elif self.way == "it adds to all rows":
                 out = out + x
             elif self.way == "it writes to all rows":
                 out.mul_(2)
-        return out / max(turns, 1)
+        return out / max(turns, len(taken), 1)
 
 
 HITS = {
-    "it counts its turns": "counts its turns",
+    **dict.fromkeys(["it counts its turns", "it numbers its turns", "it lists its experts"], "counts its turns"),
     "it is left early": "is left early",
     "it adds to all rows": "makes a value .aten.add.Tensor.",
     "it writes to all rows": "makes a value .aten.mul_.Tensor.",

@@ -7,6 +7,7 @@ experts have tokens depends on data, and a program takes all.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dis import opmap
 from operator import getitem
 from typing import Any
 from unittest.mock import patch
@@ -112,7 +113,10 @@ class ExpertLoop:
 
     def __init__(self, mask: fx.Node) -> None:
         self.line, self.number = user_line(), mask.meta["val"].shape[0]
-        self._mask, self._counts = mask, False
+        frame, _ = user_frame()
+        # At the head of a plain ``for``; enumerate, zip and list would number what they are given.
+        plain = frame is not None and frame.f_code.co_code[frame.f_lasti] == opmap["GET_ITER"]
+        self._mask, self._counts = mask, not plain
         self._bodies: list[list[fx.Node]] = []  # what was traced for each expert
 
     def run(self) -> Iterator[Tensor]:
@@ -122,7 +126,7 @@ class ExpertLoop:
             before = len(graph.nodes)
             yield torch.arange(expert, expert + 1)
             self._bodies.append([*graph.nodes][before:])
-        self._counts = not numbers.items() <= _read_numbers().items()
+        self._counts |= not numbers.items() <= _read_numbers().items()
 
     def check(self) -> None:
         """Raise CaptureError if what was traced for an expert does more than to add rows of its own tokens."""
@@ -175,7 +179,8 @@ def _is_mask(value: Any) -> bool:
 
 
 def _read_numbers() -> dict[str, Any]:
-    """Return the numbers among the user's local variables."""
+    """Return the numbers among the user's local variables, and how many items those have that are lists or the like."""
     frame, _ = user_frame()
     held = {} if frame is None else frame.f_locals
-    return {name: value for name, value in held.items() if type(value) in (int, float)}
+    counted = {name: len(value) for name, value in held.items() if type(value) in (list, set, dict)}
+    return counted | {name: value for name, value in held.items() if type(value) in (int, float)}
