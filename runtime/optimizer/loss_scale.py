@@ -47,6 +47,8 @@ def are_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     # On a CPU a sum takes a fortieth of a norm's time; it is not finite where an element is not.
     if device.type == "cpu" and all(gradient.sum().isfinite() for gradient in gradients):
         return torch.ones((), dtype=torch.bool)
-    # The maximum norm does not overflow, as a sum may; of no elements there is none.
-    filled = [torch.zeros(1, device=device), *(gradient for gradient in gradients if gradient.numel())]
+    filled = [gradient for gradient in gradients if gradient.numel()]
+    if not filled:
+        return torch.ones((), dtype=torch.bool, device=device)
+    # The maximum norm does not overflow, as a sum may.
     return get_total_norm(filled, torch.inf).isfinite()
