@@ -437,6 +437,20 @@ class Hits(Looped):
         return out
 
 
+class Numbered(Looped):
+    """As in transformers from 5 on: the mask is read by the number itself."""
+
+    def mix(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        mask, out = functional.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
+        for e in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            e = e[0]
+            if e == EXPERTS:
+                continue
+            slots, tokens = torch.where(mask[e])
+            out.index_add_(0, tokens, self.experts[int(e)](x[tokens]) * gates[tokens, slots, None])
+        return out
+
+
 class Deepseek(Looped):
     """As in the code published with DeepSeek-V2; all tokens have the first expert besides."""
 
@@ -499,7 +513,7 @@ class TopOne(Looped):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mesh", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (2, 2, 1)])
-@pytest.mark.parametrize("mixture", [Mixtral, Hits, Deepseek, Nonzero, Added, Rewritten, TopOne])
+@pytest.mark.parametrize("mixture", [Mixtral, Hits, Numbered, Deepseek, Nonzero, Added, Rewritten, TopOne])
 def test_loops_over_the_tokens_of_each_expert_are_divided_in_width(
     mixture: type[nn.Module], mesh: tuple[int, int, int]
 ) -> None:

@@ -5,7 +5,7 @@ experts have tokens depends on data, and a program takes all.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dis import opmap
 from operator import getitem
@@ -95,6 +95,9 @@ class KnownExperts(KnownValues):
                 self.loops.append(loop := ExpertLoop(mask))
                 given.append(loop.number)
                 return loop.run()
+        if func is Tensor.__getitem__ and self.loops and isinstance(args[1], Tensor) and args[1].shape == ():
+            number = self.compute(args[1]) if get_proxy_mode() is not None else None
+            args = args if number is None or number.is_floating_point() else (args[0], number.item())
         return super().__torch_function__(func, types, args, kwargs)
 
     @property
@@ -134,10 +137,11 @@ class ExpertLoop:
         written = (n.args[0] for n in self._mask.graph.nodes if is_mutation(n.target))
         if any(find_memory(x) & find_memory(self._mask) for x in written):
             found = "has a mask that is written to"
-        for body in self._bodies:
+        for number, body in enumerate(self._bodies):
+            own = (aten.index.Tensor, (self._mask, [body[0]])), (aten.select.int, (self._mask, 0, number))
             for node in body:
                 writes = is_mutation(node.target) and not depends_on_data(node.args[0])  # type: ignore[arg-type]
-                if (writes or not node.users.keys() <= {*body}) and not self._adds_rows(node, body[0]):
+                if (writes or not node.users.keys() <= {*body}) and not _adds_rows(node, own):
                     found = f"makes a value ({node.target}) that is read although an expert has no tokens"
         if found:
             raise CaptureError(
@@ -145,16 +149,17 @@ class ExpertLoop:
                 "loop over all of them, and only add rows of their own tokens to a result"
             )
 
-    def _adds_rows(self, node: fx.Node, expert: fx.Node) -> bool:
-        """Return whether a node adds or puts rows to the tokens that the mask has for an `expert`."""
-        given: Any = node.args
-        name = aten_name(node.target).removesuffix("_")
-        if name not in ("index_add", "index_put"):
-            return False
-        pick = given[2] if name == "index_add" else given[1][0]
-        where = pick.args[0] if pick.target is getitem else pick
-        own = strip(where.args[0], Trait.VIEWS) if aten_name(where.target) in PICKS else where
-        return own.target is aten.index.Tensor and own.args == (self._mask, [expert])
+
+def _adds_rows(node: fx.Node, own: Collection[Any]) -> bool:
+    """Return whether a node adds or puts rows to the tokens of one of the masks that are an expert's `own`."""
+    given: Any = node.args
+    name = aten_name(node.target).removesuffix("_")
+    if name not in ("index_add", "index_put"):
+        return False
+    pick = given[2] if name == "index_add" else given[1][0]
+    where = pick.args[0] if pick.target is getitem else pick
+    mask = strip(where.args[0], Trait.RESHAPES | Trait.SQUEEZES) if aten_name(where.target) in PICKS else where
+    return (mask.target, mask.args) in own
 
 
 def _find_mask(hits: Any) -> fx.Node | None:

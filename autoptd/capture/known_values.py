@@ -50,7 +50,7 @@ class KnownValues(TorchFunctionMode):
         place = f"{func} {user_line()}"
         if get_proxy_mode() is None:
             return self.given[place].popleft() if self.given[place] else func(*args, **options)
-        values = {id(x): self._compute(x) for x in tree_leaves((args, options)) if isinstance(x, Tensor)}
+        values = {id(x): self.compute(x) for x in tree_leaves((args, options)) if isinstance(x, Tensor)}
         if any(value is None for value in values.values()):
             return func(*args, **options)
         with _disable_current_modes():
@@ -64,7 +64,7 @@ class KnownValues(TorchFunctionMode):
         own = {find_node(x) for x in held}
         return node is not None and any(n.op == "placeholder" and n not in own for n in _find_sources(node))
 
-    def _compute(self, tensor: Tensor) -> Tensor | None:
+    def compute(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a tensor of the trace; None unless it is made of buffers and literals alone."""
         if not isinstance(tensor, FakeTensor):
             return tensor
