@@ -25,7 +25,7 @@ FILE_LINES, FUNCTION_LINES, FOLDER_FILES, MEDIAN_FILE_LINES = 400, 70, 20, 130
 # Non-blank lines. The core is what compiles and runs a step; the surroundings plan, simulate, report, calibrate, save
 # and guard. Both numbers are lowered whenever lines go, and never raised: a feature that needs more lines pays for them
 # by taking others out.
-CORE_LINES, SURROUNDING_LINES = 22_737, 6_818
+CORE_LINES, SURROUNDING_LINES = 22_732, 6_818
 SURROUNDINGS = {
     *("autoptd.calibration", "autoptd.cli", "autoptd.planning", "autoptd.reports", "autoptd.simulate"),
     *("autoptd.verification", "runtime.checkpoint", "runtime.guards", "runtime.health"),

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from autoptd.capture.autocast_state import NoGradRegions
 from autoptd.capture.eval_mode import Calls
 from autoptd.capture.example_inputs import Examples
-from autoptd.capture.experts import KnownExperts
+from autoptd.capture.expert_loops import KnownExperts
 from autoptd.capture.flex_attention import write_flex_attention
 from autoptd.capture.results import LossFunction, Outputs, find_loss, find_outputs
 from autoptd.capture.side_effects import judge_left, refuse_side_effects

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _flatten_dense_tensors as flatten  # private, with no public twin; the other too
 from torch._utils import _unflatten_dense_tensors as unflatten
 
 from autoptd.runtime.comm.threads import ThreadWorld

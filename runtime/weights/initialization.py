@@ -48,8 +48,10 @@ def draw_elements(parameter: Parameter, seed: int, elements: Tensor) -> Tensor:
     """Return the initial values, in float64, of the `elements` with these indices in the whole tensor."""
     values = torch.zeros(elements.shape, dtype=torch.float64, device=elements.device)
     for draw in parameter.initial:
-        first, end = draw.run or (0, 0)
-        inside = ((elements >= first) & (elements < end)).nonzero()[:, 0] if draw.run else slice(None)
+        inside: Tensor | slice = slice(None)
+        if draw.run:
+            first, end = draw.run
+            inside = ((elements >= first) & (elements < end)).nonzero()[:, 0]
         values[inside] = _draw(draw, seed, parameter.name, elements[inside])
     return values
 
